@@ -5,22 +5,20 @@
 The reference is Hugging Face's module in float64 over the weights of the GGUF file, dequantised. `logits`: how far
 the native logits are from it, relative to its norm. `own`: the same from the eager backend in float32 over the very
 weights that the format has, which is what the kernels alone lose, rows of x in 8 bits included. Perplexity, KL
-divergence and agreement are over the text of tests/data.
+divergence and agreement are over the text that ships with graft.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from graft import LLM
 from graft.backends import lower
+from graft.bench.evaluate import shipped_text
 from graft.bench.quality import engine_logits, logits_error, quality
 from graft.models.load import load_model
-
-TEXT = Path(__file__).parents[1] / "tests" / "data" / "lighthouse.txt"
 
 
 @torch.no_grad()
@@ -34,7 +32,7 @@ def main() -> None:
     model = load_model(given.model, device="cpu", in_blocks=True)
     if model.floats is None:
         parser.error(f"{given.model} is not a GGUF file")
-    ids = model.tokenizer(TEXT.read_text())["input_ids"][: given.tokens]
+    ids = model.tokenizer(shipped_text())["input_ids"][: given.tokens]
     exact = model.floats().double()(torch.tensor([ids])).logits[0]
     print(
         f"{given.model}, {given.dtype}, {len(ids)} tokens; float64: perplexity {quality(exact, ids).perplexity:.4f}"

@@ -56,7 +56,16 @@ RANGED = RowPattern(
     return (x - low) / (x.amax(-1, keepdim=True) - low + 0.5) * weight""",
     {"x": "a b c", "weight": "c"},
 )
-PATTERNS = (ADD_NORM, ROTATED, GATED, RANGED)
+SOFTCAPPED = RowPattern(
+    "row_softcapped",
+    """def row_softcapped_by_hand(x: Tensor, y: Tensor) -> Tensor:
+    top = x.amax(-1, keepdim=True)
+    weights = torch.exp(x - top)
+    share = weights / weights.sum(-1, keepdim=True)
+    return torch.tanh(share * 4.0) * torch.sigmoid(y) + 0.125""",
+    {"x": "a b c", "y": "a b c"},
+)
+PATTERNS = (ADD_NORM, ROTATED, GATED, RANGED, SOFTCAPPED)
 
 
 def fresh(pattern: RowPattern) -> RowPattern:
@@ -140,4 +149,36 @@ FAULTS = (
     RowFault(GATED, TRITON, "r_x + i+20", "r_x + i"),
     RowFault(RANGED, TRITON, "row_max(tl.where", "row_min(tl.where"),
     RowFault(RANGED, TRITON, 'float("-inf")', "0.0"),
+    # what is read: another input, another row, a neighbour, too little
+    RowFault(ADD_NORM, NATIVE, "r_y[i]", "r_x[i]"),
+    RowFault(ADD_NORM, NATIVE, "a.weight[i]", "a.weight[i / 2]"),
+    RowFault(ROTATED, NATIVE, "r_y[i]", "1.0f"),
+    RowFault(ROTATED, NATIVE, "r_z[i]", "r_y[i]"),
+    RowFault(GATED, NATIVE, "i < 20", "i < 19"),
+    RowFault(RANGED, NATIVE, "row_min(0, n_c", "row_min(1, n_c"),
+    RowFault(SOFTCAPPED, NATIVE, "(t0 - s0)", "(t0 + s0)"),
+    RowFault(SOFTCAPPED, NATIVE, "row_sum(0, n_c", "row_sum(1, n_c"),
+    RowFault(ADD_NORM, TRITON, "r_y + i", "r_x + i"),
+    RowFault(ADD_NORM, TRITON, "weight_ptr + i", "weight_ptr + i // 2"),
+    RowFault(ROTATED, TRITON, "r_z + i", "r_y + i"),
+    RowFault(GATED, TRITON, "mask = i < 20", "mask = i < 16"),
+    RowFault(SOFTCAPPED, TRITON, "i1 * y_s1", "i1 * y_s2"),
+    # what is computed: another function, sign, number or order
+    RowFault(ADD_NORM, NATIVE, "row_sum", "row_max"),
+    RowFault(GATED, NATIVE, "(t1 * t1)", "(t1 + t1)"),
+    RowFault(RANGED, NATIVE, "0.5f", "0.25f"),
+    RowFault(RANGED, NATIVE, " / ", " * "),
+    RowFault(SOFTCAPPED, NATIVE, "4.0f", "4.5f"),
+    RowFault(SOFTCAPPED, NATIVE, "0.125f", "0.12f"),
+    RowFault(SOFTCAPPED, NATIVE, "std::tanh", "std::sin"),
+    RowFault(ADD_NORM, TRITON, "1e-06", "1e-05"),
+    RowFault(GATED, TRITON, "* t", "+ t"),
+    RowFault(RANGED, TRITON, "0.5", "0.25"),
+    RowFault(SOFTCAPPED, TRITON, "4.0", "4.5"),
+    RowFault(SOFTCAPPED, TRITON, "tl.sum(tl.where", "row_max(tl.where"),
+    # what is written
+    RowFault(ADD_NORM, NATIVE, "r_out0[i] = ", "r_out0[i] = 0.999f * "),
+    RowFault(ADD_NORM, TRITON, "tl.store(r_out1 + i, ", "tl.store(r_out1 + i, 1.001 * "),
+    RowFault(ROTATED, TRITON, "tl.store(r_out + i, ", "tl.store(r_out + i, 0.999 * "),
+    RowFault(SOFTCAPPED, TRITON, "out_ptr + row * n_c", "out_ptr + (row // 2) * n_c"),
 )

@@ -29,7 +29,7 @@ def graft(*args, stdin="", **env):
 @pytest.mark.exhaustive
 def test_the_program_lists_its_transforms():
     told = graft("transforms", "--json", COLUMNS="160")
-    assert told.returncode == 0 and json.loads(told.stdout)[0]["order"] == 1
+    assert told.returncode == 0 and json.loads(told.stdout)["items"][0]["order"] == 1
 
 
 def test_the_program_runs_on_its_own():
@@ -91,14 +91,14 @@ def test_errors_are_one_line_with_their_exit_code(args, code, message):
 
 
 def test_transforms_config_and_models_list():
-    rows = json.loads(graft("transforms", "--json").stdout)
+    rows = json.loads(graft("transforms", "--json").stdout)["items"]
     assert [r["order"] for r in rows] == list(range(1, len(rows) + 1)) and rows[0]["name"] == "fuse_layer_norm"
     assert "fuse_rms_norm" in graft("transforms").stdout
     config = json.loads(graft("config", "--json", "--set", "transforms.fuse_rope.enabled=false").stdout)
     assert config["transforms"]["fuse_rope"]["enabled"] is False
     assert config["origins"]["transforms.fuse_rope.enabled"].startswith("--set")
     assert "# default.yaml" in graft("config", "-m", "llama-3.2-1b").stdout
-    models = json.loads(graft("models", "--json").stdout)
+    models = json.loads(graft("models", "--json").stdout)["items"]
     assert {"smollm2-135m", "tiny-gpt2"} <= {m["name"] for m in models}
 
 
@@ -129,7 +129,7 @@ def test_ops_lists_kernels_and_reasons():
     told = graft("ops", "rope", "attention", "--device", "cpu")
     assert told.returncode == 0, told.stderr
     assert "graft::rope" in told.stdout and "not where Triton kernels run on a GPU" in told.stdout
-    rows = json.loads(graft("ops", "rope", "--device", "cpu", "--json").stdout)
+    rows = json.loads(graft("ops", "rope", "--device", "cpu", "--json").stdout)["items"]
     assert {row["kernel"] for row in rows} == {"triton", "native", "reference"} and all(row["cases"] for row in rows)
     forced = graft(
         "run",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from graft import LLM, SamplingParams
 from graft.backends import lower
 from graft.backends.native.compiler import COMPILERS
+from graft.bench.evaluate import shipped_text
 from graft.bench.quality import engine_logits, quality
 from graft.models.load import load_model
 
@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler"),
     pytest.mark.exhaustive,  # the short run has test_gguf_blocks and test_native_quantized
 ]
-TEXT = Path(__file__).parents[1] / "data" / "lighthouse.txt"
 TOKENS = 512
 MOST = 1.01  # times the perplexity of the same weights in eager float32; measured: 1.0059 (Q4_1 file), 1.0084 (int8)
 
@@ -26,7 +25,7 @@ MOST = 1.01  # times the perplexity of the same weights in eager float32; measur
 @pytest.fixture(scope="module")
 def text():
     model = load_model("smollm2-135m", device="cpu", in_blocks=True)
-    ids = model.tokenizer(TEXT.read_text())["input_ids"][:TOKENS]
+    ids = model.tokenizer(shipped_text())["input_ids"][:TOKENS]
     assert len(ids) == TOKENS
     assert model.floats is not None
     with torch.no_grad():

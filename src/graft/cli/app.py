@@ -23,7 +23,7 @@ from graft.cli.generate.deploy import deploy
 from graft.cli.generate.events import events
 from graft.cli.generate.run import run
 from graft.cli.generate.serve import serve
-from graft.cli.guard import guarded
+from graft.cli.guard import JsonGroup, guarded
 from graft.cli.inspect.cache import cache
 from graft.cli.inspect.config import config
 from graft.cli.inspect.diff import diff
@@ -36,10 +36,12 @@ from graft.cli.inspect.report import report
 from graft.cli.inspect.stages import stages
 from graft.cli.inspect.transforms import transforms
 from graft.cli.measure.bench import bench
+from graft.cli.measure.eval import eval
 from graft.cli.measure.tune import tune
 
 app = typer.Typer(
     name="graft",
+    cls=JsonGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -67,6 +69,7 @@ VERBS = (
     deploy,
     compile,
     bench,
+    eval,
     events,
     transforms,
     explain,

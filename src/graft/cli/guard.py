@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import sys
 import traceback as tracebacks
 from collections.abc import Callable, Iterator
@@ -12,13 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from graft.base.authors import told
 from graft.base.errors import GraftError
+from graft.cli.documents import error_document
 from graft.cli.interrupts import is_interrupt, tell
 from graft.cli.options import Plugins
 from graft.cli.waiting import waiting
 
+ParserError = typer.BadParameter.__mro__[2]  # click's, or that of the copy of click that newer typers have
+AS_JSON = "graft.as_json"
 Strict = Annotated[bool, typer.Option("--strict", help="An installed plugin that cannot be used is an error.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error came from, line by line.")]
 COMMON: dict[str, tuple[Any, Any]] = {
@@ -40,7 +45,8 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
             name: given.pop(name, default) if name in added else given[name] for name, (_, default) in COMMON.items()
         }
         sign = waiting(f"graft {verb.__name__.replace('_', '-')}")
-        with told_in_a_line(common["traceback"]), sign, plugins_loaded(common["plugins"], common["strict"]):
+        errors = told_in_a_line(common["traceback"], as_json=bool(given.get("as_json") or given.get("json_logs")))
+        with errors, sign, plugins_loaded(common["plugins"], common["strict"]):
             verb(**given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -80,20 +86,63 @@ def of_plugin(error: BaseException) -> bool:
 
 
 @contextmanager
-def told_in_a_line(whole: bool) -> Iterator[None]:
-    """whole: with the traceback, too."""
+def told_in_a_line(whole: bool, *, as_json: bool = False) -> Iterator[None]:
+    """whole: with the traceback, too. as_json: also as a document on standard output."""
     try:
         yield
     except GraftError as error:
         if whole:
             tracebacks.print_exception(error)
-        print(f"graft: error: {error}", file=sys.stderr)
-        raise typer.Exit(error.exit_code) from None
+        raise ended(error, str(error), error.exit_code, as_json) from None
     except BaseException as error:
         if is_interrupt(error):
             tell()
+            if as_json:
+                print(json.dumps(error_document(error, "interrupted", 1)))
             raise typer.Exit(1) from None
-        if whole or not isinstance(error, Exception) or not of_plugin(error):
+        if not isinstance(error, Exception) or isinstance(error, (typer.Exit, typer.Abort)):
             raise
-        print(f"graft: error: {told(error)}; --traceback shows the rest", file=sys.stderr)
-        raise typer.Exit(1) from None
+        if whole or not of_plugin(error):
+            if as_json and not is_usage(error):
+                print(json.dumps(error_document(error, told(error), 1)))
+            raise
+        raise ended(error, f"{told(error)}; --traceback shows the rest", 1, as_json) from None
+
+
+def ended(error: Exception, message: str, code: int, as_json: bool) -> typer.Exit:
+    print(f"graft: error: {message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(error_document(error, message, code)))
+    return typer.Exit(code)
+
+
+def is_usage(error: Exception) -> bool:
+    """Whether the parser of the command line tells it."""
+    return isinstance(error, ParserError)
+
+
+@contextmanager
+def parser_errors_too(as_json: bool) -> Iterator[None]:
+    """The usage is on standard error as ever; the document is beside it."""
+    try:
+        yield
+    except ParserError as error:
+        if as_json:
+            told = error.format_message()  # pyrefly: ignore[missing-attribute]
+            print(json.dumps(error_document(error, told, error.exit_code)))  # pyrefly: ignore[missing-attribute]
+        raise
+
+
+class JsonGroup(TyperGroup):
+    """What the parser refuses is a document too, where --json is among the words."""
+
+    def make_context(self, info_name: Any, args: Any, *rest: Any, **given: Any) -> Any:
+        as_json = "--json" in args
+        with parser_errors_too(as_json):
+            context = super().make_context(info_name, args, *rest, **given)
+        context.meta[AS_JSON] = as_json
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        with parser_errors_too(ctx.meta[AS_JSON]):
+            return super().invoke(ctx)

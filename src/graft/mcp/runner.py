@@ -57,8 +57,9 @@ async def run_verb(
         await asyncio.shield(end(process))  # the call was cancelled, or it took too long
     said = " ".join(err.decode(errors="replace").split())[-2000:]
     code = -1 if late else process.returncode or 0
-    error = f"took longer than {limit:.0f} s and was ended" if late else said.partition("graft: error: ")[2] or said
-    return answer(workspace, out.decode(errors="replace"), code, error if code else "", time.monotonic() - started)
+    text = out.decode(errors="replace")
+    error = f"took longer than {limit:.0f} s and was ended" if late else error_of(text) or said
+    return answer(workspace, text, code, error if code else "", time.monotonic() - started)
 
 
 async def finish(
@@ -106,6 +107,12 @@ def answer(workspace: Workspace, text: str, code: int, error: str, seconds: floa
         result="" if small else workspace.keep(text),
         seconds=round(seconds, 2),
     )
+
+
+def error_of(text: str) -> str:
+    """What an error document says; '' for another one."""
+    error = (read_json(text) or {}).get("error")
+    return str(error["message"]) if isinstance(error, dict) else ""
 
 
 def page_of(workspace: Workspace, result: str, offset: int) -> ToolAnswer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mcp.server import MCPServer
 
@@ -40,6 +41,18 @@ def make_server(workspace: Workspace, limit: float = LIMIT) -> MCPServer:
     for skill in all_skills():
         server.prompt(skill.name, description=skill.description)(prompt(skill))
     return server
+
+
+async def described(server: MCPServer) -> dict[str, Any]:
+    """What a client is told of the server when it asks."""
+    return {
+        "name": server.name,
+        "version": __version__,
+        "tools": [one.model_dump(mode="json", exclude_none=True) for one in await server.list_tools()],
+        "resources": [str(one.uri) for one in await server.list_resources()],
+        "templates": [one.uri_template for one in await server.list_resource_templates()],
+        "prompts": [one.name for one in await server.list_prompts()],
+    }
 
 
 def docs_folder() -> Path:

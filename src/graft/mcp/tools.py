@@ -126,6 +126,54 @@ class Tools:
         sizes = ["--batch", str(batch), "--prompt", str(prompt), "--new", str(new), "--against", "none"]
         return await self.run(ctx, "bench", self.model(model), *sizes, *self.options(dtype, sets, plugins))
 
+    async def eval(
+        self, ctx: Context, model: Model, transform: str = "", tasks: str = "all", tokens: int = 512,
+        dtype: DType = "auto", sets: Sets = None, plugins: Plugins = None,
+    ) -> ToolAnswer:  # fmt: skip
+        """Perplexity and accuracy on small tasks: without and with `transform`, or Hugging Face beside the engine."""
+        given = ["--transform", plain(transform, "transform")] if transform else []
+        given += ["--tasks", plain(tasks, "tasks"), "--tokens", str(tokens), *self.options(dtype, sets, plugins)]
+        for name in tasks.split(","):
+            if name.strip().endswith(".yaml"):
+                self.workspace.inside(name.strip(), "tasks")
+        return await self.run(ctx, "eval", self.model(model), *given)
+
+    async def report(self, ctx: Context, run: str, file: str) -> ToolAnswer:
+        """One HTML file of a folder that dump or stages wrote: pipeline, layers, changes, candidates."""
+        target = self.workspace.inside(file, "file")
+        return await self.run(ctx, "report", self.workspace.inside(run, "run"), "-o", target)
+
+    async def repro(
+        self, ctx: Context, run: str, match: str = "", kernel: str = "", file: str = "", plugins: Plugins = None
+    ) -> ToolAnswer:
+        """A runnable file of one match of a dump (fuse_rope:1), or of one kernel of a folder of stages; without
+        either they are listed."""
+        given = [self.workspace.inside(run, "run")]
+        given += ["--match", plain(match, "match")] if match else []
+        given += ["--kernel", plain(kernel, "kernel")] if kernel else []
+        if match or kernel:
+            given += ["-o", self.workspace.inside(file, "file")]
+        for name in plugins or ():
+            given += ["--plugin", self.workspace.inside(name, "plugin")]
+        return await self.run(ctx, "repro", *given)
+
+    async def stages(
+        self, ctx: Context, target: str, folder: str = "", why: str = "", ask: str = "",
+        words: list[str] | None = None, backend: str = "inductor",
+    ) -> ToolAnswer:  # fmt: skip
+        """What torch.compile's stages did with a model, FILE.py:function or a folder of an earlier call; `why`
+        follows a node (%mul_3) or a line (:12), `ask` answers one question (breaks, recompiles, kernel, …)."""
+        file, colon, name = plain(target, "target").rpartition(":")
+        place = f"{self.workspace.inside(file, 'target')}:{plain(name, 'function')}" if colon else self.model(target)
+        engine = ["--backend", plain(backend, "backend")]
+        if why:
+            return await self.run(ctx, "stages", "why", place, plain(why, "why"), *engine)
+        if ask:
+            given = [plain(word, "word") for word in words or ()]
+            return await self.run(ctx, "stages", "ask", plain(ask, "ask"), place, *given, *engine)
+        output = ["-o", self.workspace.inside(folder, "folder")] if folder else []
+        return await self.run(ctx, "stages", "show", place, *engine, *output)
+
     async def autofuse(
         self,
         ctx: Context,
@@ -151,7 +199,7 @@ class Tools:
     def all(self) -> list[Callable[..., Awaitable[ToolAnswer]]]:
         tools = (
             self.models, self.dump, self.discover, self.search, self.explain, self.diff, self.new_transform,
-            self.check, self.bench, self.autofuse, self.more,
+            self.check, self.bench, self.eval, self.report, self.repro, self.stages, self.autofuse, self.more,
         )  # fmt: skip
         return [told(tool) for tool in tools]
 

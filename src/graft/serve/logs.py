@@ -12,6 +12,7 @@ from contextlib import suppress
 from queue import Full, Queue
 from typing import Any, TextIO
 
+SCHEMA = "serve-log/1"  # of a line as JSON: docs/schemas/serve-log.json
 MOST = 10_000  # lines that wait to be written; more are lost, and counted
 
 
@@ -33,7 +34,7 @@ class ServerLog:
 
     def line(self, event: str, values: dict[str, Any]) -> str:
         if self.as_json:
-            return json.dumps({"time": round(time.time(), 3), "event": event, **values})
+            return json.dumps({"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **values})
         shown = [f"{name}={plain(value)}" for name, value in values.items() if value is not None]
         return " ".join([time.strftime("%H:%M:%S"), "graft:", event, *shown])
 

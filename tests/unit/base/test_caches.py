@@ -214,7 +214,7 @@ def test_the_commands(home, tmp_path, capfd):
         said = capfd.readouterr()
         return ended.value.code, said.out, " ".join(said.err.split())
 
-    rows = json.loads(run("ls", "--json")[1])
+    rows = json.loads(run("ls", "--json")[1])["items"]
     assert {row["kind"] for row in rows} == {"engines", "graphs", "native", "checks", "tuned"}
     assert "tiny, float32, cpu (native)" in " ".join(run("ls", "--kind", "engines")[1].split())
     assert json.loads(run("stats", "--json")[1])["native"]["entries"] == 2 and "captured graphs" in run("stats")[1]

@@ -331,7 +331,7 @@ def test_ops_shows_choices_below_the_kernels():
     assert any(line.strip().startswith("reference") for line in lines[:start])
     first = next(line for line in lines[start:] if line.strip().startswith("plain 4096x14336: 1 "))
     assert ", more: library; measured on NVIDIA H200" in first
-    rows = json.loads(invoke("ops", "fused_linear", "--device", "cpu", "--json").stdout)
+    rows = json.loads(invoke("ops", "fused_linear", "--device", "cpu", "--json").stdout)["items"]
     choices = next(row for row in rows if row["kernel"] == "matvec")["choices"]
     assert {"shape", "first", "last", "kind", "device"} <= set(choices[0]) and choices[0]["first"] == 1
     assert all(choice["kernel"] == row["kernel"] for row in rows for choice in row.get("choices", ()))

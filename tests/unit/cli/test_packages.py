@@ -80,11 +80,11 @@ def test_an_installed_package_goes_through_every_verb(site, tmp_path):
         assert code == 0 and "Traceback" not in err, f"{verb}: {out}{err}"
     answers = {verb: json.loads(out) for verb, (_, out, _) in found.items()}
 
-    listed = {row["name"]: row for row in answers["transforms"]}
+    listed = {row["name"]: row for row in answers["transforms"]["items"]}
     assert listed[NAME]["from"] == "cap-fusions 0.1.0" and listed["fuse_rope"]["from"] == f"graft {graft.__version__}"
     assert listed[NAME]["stage"] == "schedule" and not listed[NAME]["enabled"]
     assert answers["config"]["origins"][f"transforms.{NAME}.stage"] == "cap-fusions 0.1.0: graft.yaml"
-    assert {row["kernel"] for row in answers["ops"]} == {"triton", "native", "reference"}
+    assert {row["kernel"] for row in answers["ops"]["items"]} == {"triton", "native", "reference"}
     assert answers["run"]["report"]["transforms"][NAME]["status"] == "applied"
     assert "native" in str(answers["native"]["report"]["kernels"][f"graft::{OP}"])  # C++ of the package
     tokens = [answers[verb]["outputs"][0]["token_ids"] for verb in ("run", "native")]

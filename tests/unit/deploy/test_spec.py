@@ -40,7 +40,7 @@ routing: {slack: 3}
     assert (plan["name"], plan["address"]) == ("chat", "http://127.0.0.1:9000")
     assert plan["serve"]["max_num_seqs"] == 8 and plan["serve"]["config"]["transforms"]
     assert "secret" not in told.stdout
-    assert yaml.safe_load(deploy(tmp_path, text, "--dry-run").stdout) == plan
+    assert {"schema": "deploy-plan/1", **yaml.safe_load(deploy(tmp_path, text, "--dry-run").stdout)} == plan
 
 
 @pytest.mark.parametrize(

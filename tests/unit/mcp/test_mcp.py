@@ -31,6 +31,10 @@ TOOLS = {
         "new_transform",
         "check",
         "bench",
+        "eval",
+        "report",
+        "repro",
+        "stages",
         "autofuse",
         "more",
     ),
@@ -95,6 +99,14 @@ def test_a_tool_answers_in_pages(tmp_path, monkeypatch):
         ("discover", {"model": "tiny-llama", "plugins": ["/tmp/evil.py"]}),
         ("search", {"pattern": "/etc/passwd:f"}),
         ("more", {"result": "../../secret", "offset": 0}),
+        ("report", {"run": "run", "file": "/tmp/report.html"}),
+        ("repro", {"run": "..", "match": "fuse_rope:1", "file": "r.py"}),
+        ("repro", {"run": "run", "match": "fuse_rope:1", "file": "../r.py"}),
+        ("stages", {"target": "/etc/evil.py:f"}),
+        ("stages", {"target": "tiny-llama", "folder": "/tmp/story"}),
+        ("stages", {"target": "tiny-llama", "why": "--help"}),
+        ("eval", {"model": "tiny-llama", "tasks": "/tmp/mine.yaml"}),
+        ("eval", {"model": "tiny-llama", "tasks": "facts, ../mine.yaml"}),
     ],
 )
 def test_nothing_leads_out_of_the_workspace(tool, arguments, tmp_path):
@@ -138,6 +150,32 @@ def test_files_and_pages_are_resources(tmp_path):
     mine, listed = with_client(make_server(Workspace(tmp_path)), work)
     assert mine.contents[0].text == "# mine"
     assert "graft://docs/discover" in {str(one.uri) for one in listed.resources}
+
+
+@pytest.mark.exhaustive
+def test_reports_and_repros_of_a_dump(tmp_path):
+    """Two folders of the workspace in, files of it out: what the workbench writes can be read as a resource."""
+
+    async def work(client):
+        async def call(tool, **arguments):
+            found = (await client.call_tool(tool, arguments)).structured_content
+            assert found["ok"], found["error"]
+            return found["data"]
+
+        await client.call_tool("dump", {"model": "tiny-llama", "folder": "run", "dtype": "float32"})
+        listed = await call("repro", run="run")
+        made = await call("repro", run="run", match=listed["items"][0]["id"], file="repro.py")
+        page = await call("report", run="run", file="report.html")
+        (tmp_path / "f.py").write_text("import torch\n\n\ndef f(x):\n    return torch.relu(x)\n\n\n" + INPUTS)
+        told = await call("stages", target="f.py:f", ask="breaks", backend="eager")
+        source = await client.read_resource("graft://workspace/repro.py")
+        return made, page, told, source.contents[0].text
+
+    INPUTS = "def f_inputs():\n    return [(torch.randn(4),)]\n"
+    made, page, told, source = with_client(make_server(Workspace(tmp_path)), work)
+    assert made["schema"] == "repro/1" and made["file"] == "repro.py" and "import torch" in source
+    assert page["bytes"] == (tmp_path / "report.html").stat().st_size
+    assert told["schema"] == "stages-ask/1" and told["answer"]
 
 
 def test_errors_and_limits_are_answers(tmp_path):

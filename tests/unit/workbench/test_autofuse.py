@@ -12,7 +12,7 @@ import pytest
 from graft.base.errors import UsageError
 from graft.workbench.autofuse import AutofuseRequest, CandidateOutcome, Ledger, autofuse, read_budget
 from graft.workbench.autofuse.engines import candidates_of
-from graft.workbench.autofuse.ledger import FILE, open_ledger
+from graft.workbench.autofuse.ledger import FILE, on_machine, open_ledger
 from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import check_request
 from graft.workbench.autofuse.run import write_trial
@@ -83,6 +83,18 @@ def test_outcomes_are_kept_between_runs(tmp_path):
     assert again == ledger and again.find("a").decided and not again.find("b").decided
     assert len(again.having(outcome("b", "no gain")).outcomes) == 2
     assert "because a\\|b" in table_text(again) and "+50.0%" not in table_text(Ledger(kind))
+
+
+def test_times_of_another_machine_are_not_gone_on_with(tmp_path):
+    """Old times under the name of a new machine would be a lie, and what they kept might not pay here."""
+    kind = AutofuseRequest("tiny-llama", tmp_path).kind()
+    here = {"device_name": "CPU, 2 threads", "torch": "2.13", "date": "today"}
+    there = here | {"device_name": "NVIDIA H200", "date": "yesterday"}
+    measured = Ledger(kind, (outcome(),), there)
+    with pytest.raises(UsageError, match="device_name = 'NVIDIA H200', and here it is 'CPU, 2 threads'"):
+        on_machine(measured, tmp_path, here)
+    assert on_machine(measured, tmp_path, there | {"date": "today"}).facts == there
+    assert on_machine(Ledger(kind, (), there), tmp_path, here).facts == here  # nothing was measured yet
 
 
 def test_a_package_of_another_run_is_left_alone(tmp_path):

@@ -165,7 +165,7 @@ def test_matches_are_listed_and_found_by_number_or_node(plain):
     run = open_run(plain)
     listed = cli("repro", plain, "-t", "fuse_swiglu")
     assert listed.exit_code == 0 and len(listed.output.strip().splitlines()) == 2 and "fuse_swiglu:2" in listed.output
-    ids = [one["id"] for one in json.loads(cli("repro", plain, "--json").stdout)]
+    ids = [one["id"] for one in json.loads(cli("repro", plain, "--json").stdout)["items"]]
     assert ids == [one.id for one in matches_of(run)] and "fuse_rope:4" in ids
     one = find_match(run, "fuse_rope:2")
     anchor = one.record.anchor.split()[0]

@@ -102,7 +102,7 @@ def test_kernels_are_listed_and_bad_requests_end_in_one_line(tmp_path):
     save_story(step(), tmp_path)
     listed = CliRunner().invoke(app, ["repro", str(tmp_path)]).output
     assert all(one.name in listed for one in step().kernels.kernels) and " µs" in listed
-    names = json.loads(CliRunner().invoke(app, ["repro", str(tmp_path), "--json"]).output)
+    names = json.loads(CliRunner().invoke(app, ["repro", str(tmp_path), "--json"]).output)["items"]
     assert {one["name"] for one in names} == {one.name for one in step().kernels.kernels}
     both = CliRunner().invoke(app, ["repro", str(tmp_path), "--kernel", "x", "--match", "y"])
     assert both.exit_code == 2 and "--kernel for one of graft stages" in both.output

@@ -43,6 +43,22 @@ def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
         assert triton_error(module, pattern) < 1e-5
 
 
+def test_results_have_the_dtype_of_the_model_not_of_a_wide_input(tmp_path):
+    source = (
+        "def row_table_by_hand(x: Tensor, y: Tensor) -> Tensor:\n"
+        "    return y * x.mean(-1, keepdim=True).to(torch.bfloat16)"
+    )
+    shapes = {"x": "a b c : float32", "y": "a b c"}
+    pattern = fresh(RowPattern("row_table", source, shapes, "row_table_by_hand(x, y) * 1.25 + 0.25"))
+    write(pattern, tmp_path / "row-kernels")
+    with loaded(tmp_path / "row-kernels", pattern) as module:
+        kernel = getattr(importlib.import_module(f"{module}.triton"), f"{pattern.name}_triton")
+        x, y = torch.randn(2, 3, 16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
+        got, wanted = kernel(x, y), OPS[pattern.name].reference(x, y)
+    assert got.dtype is wanted.dtype is torch.bfloat16
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
+
+
 def test_a_reduction_of_one_number_is_that_number(tmp_path):
     source = (
         "def row_twice_by_hand(x: Tensor) -> Tensor:\n    return x * x.mean(-1, keepdim=True).sum(-1, keepdim=True)"

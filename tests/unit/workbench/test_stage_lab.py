@@ -158,7 +158,7 @@ def test_commands_answer_from_a_folder(folder):
     assert "5 kernels" in run(folder) and "5 kernels" not in run(folder, "--stage", 4)
     assert json.loads(run(folder, "--json"))["target"] == "step"
     assert json.loads(run("ask", "cudagraph", folder, "--json"))["answer"]
-    assert json.loads(run("why", folder, "%mm", "--json"))[0]["kernels"] == ["extern_kernels.mm"]
+    assert json.loads(run("why", folder, "%mm", "--json"))["items"][0]["kernels"] == ["extern_kernels.mm"]
     assert json.loads(run("diff", folder, folder, "--json"))["first"] is None
     names = {path.parent.name for path in folder.rglob("*.*")}
     assert {"graphs", "kernels"} <= names and open_story(folder) == step()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import Backend, ConfigFile, Device, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def autofuse(
     with progress_bar() as progress:
         ledger = run(request, None if as_json else show_one, progress)
     if as_json:
-        print(json.dumps(ledger.to_dict() | {"package": str(output), "kept": [o.transform for o in ledger.kept]}))
+        print_json(
+            "autofuse", {**ledger.to_dict(), "package": str(output), "kept": [o.transform for o in ledger.kept]}
+        )
         return
     show_rest(ledger)
     out.print(ending(ledger, output), markup=False, soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.base.errors import UsageError
+from graft.cli.documents import print_json
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def patch_since(rev: str, as_json: bool) -> None:
 
     found = review_patch(rev, Path.cwd())
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json("check-since", found.to_dict())
         return
     out.print(f"{found.changed} files since {rev}", style="bold", markup=False)
     for one in found.transforms:
@@ -131,7 +131,7 @@ def one_model(model: str, request: CheckRequest, as_json: bool) -> None:
     with progress_bar() as progress:
         report = run_check(model, request, progress)
     if as_json:
-        print(json.dumps(report.to_dict()))
+        print_json("check", report.to_dict())
     else:
         show(report, whole_list=bool(request.transform))
         for text in kept_files(request):
@@ -154,7 +154,7 @@ def every_model(request: CheckRequest, as_json: bool) -> None:
     failures = [f"{report.model}: {text}" for report in reports for text in report.failures]
     if as_json:
         models = [report.to_dict() for report in reports]
-        print(json.dumps({"ok": not failures, "failures": failures, "models": models}))
+        print_json("check-all-models", {"ok": not failures, "failures": failures, "models": models})
     else:
         show_models(reports)
         for text in failures:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
@@ -72,7 +72,7 @@ def compare(
         plot_comparison(found, rows, plot)
         err.print(f"graft: plotted in {plot}", markup=False)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json("compare", found.to_dict())
     else:
         show(found, rows)
 

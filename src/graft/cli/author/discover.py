@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def discover(
         if device is not None:
             found = measure(found, device, progress)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json("discover", found.to_dict())
     elif markdown:
         from graft.workbench.discover.markdown import markdown_of
 

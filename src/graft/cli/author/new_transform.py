@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def new_transform(
         seed = read_candidate(candidate, model, pattern or replacement or shapes, dtype, config, sets, plugins)
         written = plan.transform_from(name, seed, location, op=op, stage=stage, force=force)
     if as_json:
-        print(json.dumps(as_dict(written)))
+        print_json("new-transform", as_dict(written))
     else:
         show(written)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.guard import guarded
 from graft.cli.options import Json
 
@@ -30,7 +30,7 @@ def diff(
 
     found = diff_notes(before, after)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json("note-diff", found.to_dict())
         return
     old, new = found.verdict
     verdict = old if old == new else f"{old} → {new}"

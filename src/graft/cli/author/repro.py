@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from graft.base.errors import UsageError
+from graft.cli.documents import print_json
 from graft.cli.options import Json, Plugins
 
 
@@ -56,7 +56,7 @@ def repro(
     if not match:
         listed = matches_of(opened, transform)
         if as_json:
-            print(json.dumps([{"id": one.id, "anchor": one.record.anchor} for one in listed]))
+            print_json("repro-matches", [{"id": one.id, "anchor": one.record.anchor} for one in listed])
         for one in listed if not as_json else ():
             nodes = f"{len(one.record.replaced)} → {len(one.record.made)} calls"
             out.print(f"{one.id:<28} {nodes:<16} {one.record.anchor}", markup=False, soft_wrap=True)
@@ -67,7 +67,7 @@ def repro(
     path = output or Path(f"repro_{chosen.id.replace(':', '_')}.py")
     write_together({path: text})
     if as_json:
-        print(json.dumps({"id": chosen.id, "file": str(path), "anchor": chosen.record.anchor}))
+        print_json("repro", {"id": chosen.id, "file": str(path), "anchor": chosen.record.anchor})
     else:
         out.print(f"{chosen.id} {chosen.record.anchor}", markup=False, soft_wrap=True)
         out.print(f"next  python {path}", markup=False, soft_wrap=True)
@@ -83,7 +83,7 @@ def repro_kernel(folder: Path, name: str, output: Path | None, as_json: bool) ->
     if not name:
         if as_json:
             listed = [{"graph": k.graph, "name": k.name, "us": k.us} for k in story.kernels.kernels]
-            print(json.dumps(listed))
+            print_json("repro-kernels", listed)
             return
         for one in story.kernels.kernels:
             time = f"{one.us:.1f} µs" if one.us else one.not_timed or "not timed"
@@ -95,7 +95,7 @@ def repro_kernel(folder: Path, name: str, output: Path | None, as_json: bool) ->
     with busy("timing the kernel"):
         found = time_file(path)
     if as_json:
-        print(json.dumps({"file": str(path), "graph": chosen.graph, **found}))
+        print_json("repro-kernel", {"file": str(path), "graph": chosen.graph, **found})
         return
     out.print(
         f"{chosen.name}: {found['us']} µs a call, the median; {found['least_us']} at least; {found['calls']} calls"

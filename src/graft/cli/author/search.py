@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import DType, Json, TrustRemoteCode
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def search(
     with progress_bar() as progress:
         found = run(asked, named, dtype, step, progress, trust_remote_code=trust_remote_code)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json("search", found.to_dict())
     else:
         show(found, kernels=asked.function is not None)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.guard import guarded
 from graft.cli.options import Json
 
@@ -19,9 +19,8 @@ def list_skills(as_json: Json = False) -> None:
 
     found = all_skills()
     if as_json:
-        print(
-            json.dumps([{"name": one.name, "description": one.description, "path": str(one.path)} for one in found])
-        )
+        rows = [{"name": one.name, "description": one.description, "path": str(one.path)} for one in found]
+        print_json("skills-list", rows)
         return
     table = headed_table("skill", "what for")
     for one in found:
@@ -34,7 +33,10 @@ def show(name: Annotated[str, typer.Argument(help="As graft skills list has it."
     from graft.workbench.skills import find_skill
 
     found = find_skill(name)
-    print(json.dumps(found.to_dict()) if as_json else found.text, end="\n" if as_json else "")
+    if as_json:
+        print_json("skills-show", found.to_dict())
+    else:
+        print(found.text, end="")
 
 
 def install(
@@ -49,7 +51,7 @@ def install(
     files = install_skills(folder, force=force)
     if as_json:
         rows = [{"path": str(file.path), "status": file.status} for file in files]
-        print(json.dumps({"folder": str(folder), "files": rows}))
+        print_json("skills-install", {"folder": str(folder), "files": rows})
         return
     for file in files:
         out.print(f"  {file.status:8} {file.path.relative_to(folder)}", markup=False, soft_wrap=True)

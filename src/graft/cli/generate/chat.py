@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import error_document, print_json
 from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
@@ -113,7 +114,7 @@ def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -
         except GraftError as error:
             print(f"graft: error: {error}", file=sys.stderr)
             if as_json:
-                print(json.dumps({"error": str(error)}), flush=True)
+                print(json.dumps(error_document(error, str(error), error.exit_code)), flush=True)
 
 
 def lines(as_json: bool) -> Iterator[bytes]:
@@ -155,7 +156,7 @@ def reply(llm: LLM, messages: Messages, params: SamplingParams, as_json: bool) -
     s = llm.stats
     if as_json:
         counts = {"prompt_tokens": s.prompt_tokens, "cached_tokens": s.cached_tokens, "new_tokens": s.new_tokens}
-        print(json.dumps({"answer": answer, "finish_reason": request.finish_reason, **counts}), flush=True)
+        print_json("chat", {"answer": answer, "finish_reason": request.finish_reason, **counts}, flush=True)
     else:
         print(flush=True)
     if request.finish_reason == "length" and not as_json:

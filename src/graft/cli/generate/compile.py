@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.load import load_llm
 from graft.cli.options import (
     Backend,
@@ -86,7 +87,7 @@ def show(output: Path, llm: Any, as_json: bool) -> None:
     size = sum(entry["bytes"] for entry in files.values())
     if as_json:
         about = {"folder": str(output), "bytes": size, "backend": llm.backend, "device": str(llm.device)}
-        print(json.dumps({**about, "files": {name: entry["bytes"] for name, entry in files.items()}}))
+        print_json("compile", {**about, "files": {name: entry["bytes"] for name, entry in files.items()}})
         return
     out.print(
         f"{output}: {llm.model.name} for {llm.device} ({llm.backend}), {len(files)} files, {size_text(size)};"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import Json
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def deploy(
     end_waiting()
     told = deploy_on(spec, address)
     if as_json:
-        print(json.dumps(told))
+        print_json("deploy", told)
         return
     for name, count in told["lacking"].items():
         print(f"the cluster has {count:g} {name} too few for {spec.replicas.max} replicas; they wait until it grows")
@@ -71,7 +72,7 @@ def read_app(command: Any, file: str) -> AppSpec:
 
 def show(plan: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(plan))
+        print_json("deploy-plan", plan)
         return
     import yaml
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.load import load_llm
 from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Model, TrustRemoteCode, UseCache
 
@@ -55,7 +55,7 @@ def events(
             told += [(label, event) for event in llm.kv_cache_events()]
     if as_json:
         for _, event in told:
-            print(json.dumps(event.to_json()))
+            print_json("events", event.to_json())
     else:
         out.print(life_cycle(told, llm.tokenizer))
 

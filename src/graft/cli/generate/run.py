@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
@@ -136,7 +137,7 @@ def show(
 ) -> None:
     failed = any(output.error for output in outputs)
     if as_json:
-        print_json(llm, outputs, speeds)
+        show_json(llm, outputs, speeds)
         raise typer.Exit(int(failed))
     show_outputs(llm, given, outputs)
     if table:
@@ -232,7 +233,7 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
     print()
 
 
-def print_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> None:
+def show_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> None:
     document = {
         "model": llm.model.name,
         "outputs": [output.to_json() for output in outputs],
@@ -241,7 +242,7 @@ def print_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> Non
         "backend": llm.backend,
         "report": json.loads(llm.report.to_json()),
     }
-    print(json.dumps(document))
+    print_json("run", document)
 
 
 def show_table(llm: LLM) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.guard import guarded
 from graft.cli.options import Json
 
@@ -34,7 +34,7 @@ def ls(kind: Kind = None, as_json: Json = False) -> None:
 
     found = all_entries(chosen_kinds(kind))
     if as_json:
-        print(json.dumps([one.to_data() for one in found]))
+        print_json("cache-ls", [one.to_data() for one in found])
         return
     table = headed_table("kind", "entry", "size >", "last used", "for")
     for one in found:
@@ -56,7 +56,7 @@ def stats(as_json: Json = False) -> None:
                         "holds": kind.holds}
             for kind, found in rows
         }  # fmt: skip
-        print(json.dumps(about))
+        print_json("cache-stats", about)
         return
     table = headed_table("kind", "entries >", "size >", "holds", "folder")
     for kind, found in rows:
@@ -76,7 +76,8 @@ def export(
 
     kinds = chosen_kinds(kind) if kind else (ENGINES, GRAPHS, NATIVE, CHECKS)
     written = export_entries(file, all_entries(kinds))
-    tell(as_json, f"{file}: {told(written)}", {"file": str(file), "entries": [one.to_data() for one in written]})
+    data: dict[str, object] = {"file": str(file), "entries": [one.to_data() for one in written]}
+    tell("cache-export", as_json, f"{file}: {told(written)}", data)
 
 
 def import_(
@@ -87,7 +88,7 @@ def import_(
 
     found = import_bundle(file)
     tell(
-        as_json, f"{file}: {len(found.new)} entries are new, {len(found.known)} were there",
+        "cache-import", as_json, f"{file}: {len(found.new)} entries are new, {len(found.known)} were there",
         {"new": list(found.new), "known": list(found.known)},
     )  # fmt: skip
 
@@ -105,7 +106,7 @@ def prune(
     kinds = chosen_kinds(kind) if kind else tuple(one for one in KINDS if one.made_again)
     gone = prune_caches(kinds, time.time() - seconds(older), dry=dry_run)
     tell(
-        as_json, f"{'would remove' if dry_run else 'removed'} {told(gone)}",
+        "cache-prune", as_json, f"{'would remove' if dry_run else 'removed'} {told(gone)}",
         {"removed": [one.to_data() for one in gone], "dry_run": dry_run},
     )  # fmt: skip
 
@@ -136,11 +137,11 @@ def told(entries: Sequence[CacheEntry]) -> str:
     return f"{len(entries)} entries, {size_text(sum(one.bytes for one in entries))}"
 
 
-def tell(as_json: bool, text: str, data: dict[str, object]) -> None:
+def tell(schema: str, as_json: bool, text: str, data: dict[str, object]) -> None:
     from graft.cli.show import out
 
     if as_json:
-        print(json.dumps(data))
+        print_json(schema, data)
     else:
         out.print(text, markup=False, soft_wrap=True)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import ConfigFile, Json, Plugins, Sets
 
 
@@ -40,7 +41,7 @@ def config(
             name: {k: plain(v) for k, v in asdict(entry).items()} for name, entry in settings.transforms.items()
         }
         chosen = {"verify": settings.verify, "kernels": dict(settings.kernels)}
-        print(json.dumps({**chosen, "transforms": values, "origins": dict(settings.origins)}))
+        print_json("config", {**chosen, "transforms": values, "origins": dict(settings.origins)})
         return
     print(f"{f'verify: {settings.verify}':<44} # {settings.origins.get('verify', 'built in')}")
     print("kernels:" if settings.kernels else "kernels: {}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graft.base.errors import UsageError
+from graft.cli.documents import print_json
 from graft.cli.options import Json
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def diff(
         else:
             lines, document = two_runs(run, other, transform, unfold, strict)
     if as_json:
-        print(json.dumps(document))
+        print_json("diff", document)
     elif as_markdown:
         from graft.workbench.diff_text import markdown
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 
@@ -53,14 +54,17 @@ def dump(
     with progress_bar() as progress:
         if output is None:
             source = native_source(model, settings, dtype, progress, trust_remote_code=trust_remote_code)
-            print(json.dumps({"model": model, "native": source}) if as_json else source)
+            if as_json:
+                print_json("dump-native", {"model": model, "native": source})
+            else:
+                print(source)
             return
         report = dump_model(
             model, output, settings, dtype, progress, weights=weights, fold=fold, native=native,
             inductor=inductor, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if as_json:
-        print(report.to_json())
+        print_json("dump", json.loads(report.to_json()))
         return
     print_pipeline(report)
     out.print(f"{len(list(output.glob('*.txt'))) - 1} graphs in {output}", markup=False)

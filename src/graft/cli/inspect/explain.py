@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.inspect.explain_cost import Bandwidth, Batch, ContextTokens, Cost, Launch, Measure, explain_cost
 from graft.cli.options import ConfigFile, Device, DType, Json, Plugins, Sets, TrustRemoteCode
 
@@ -55,7 +55,7 @@ def explain(
     with progress_bar() as progress:
         explanation = explain_model(model, transform, settings, dtype, progress, trust_remote_code=trust_remote_code)
     if as_json:
-        print(json.dumps(explanation.to_dict()))
+        print_json("explain", explanation.to_dict())
     else:
         show(explanation)
 
@@ -67,7 +67,7 @@ def show_io(model: str, settings: PipelineConfig, dtype: str, *, trust_remote_co
     with progress_bar() as progress:
         table = io_of(model, settings, dtype, progress, trust_remote_code=trust_remote_code)
     if as_json:
-        print(json.dumps(table.to_dict()))
+        print_json("explain-io", table.to_dict())
     else:
         out.print(str(table), markup=False, highlight=False, soft_wrap=True)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from graft.cli.documents import print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +57,7 @@ def explain_cost(
             kind = "bfloat16" if dtype == "auto" else dtype  # as on a GPU, whose fusions are what is estimated
             found = estimated_cost(model, settings, shape, speed, kind, progress, trust_remote_code=trust_remote_code)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json("explain-cost", found.to_dict())
     else:
         show_cost(found)
 

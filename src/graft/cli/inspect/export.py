@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import Device, Json, Plugins
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def export(
     with busy(f"exporting for {form}"):
         done = export_run(run, form, output, step=step, tokens=tokens, timed=timed, device=device)
     if as_json:
-        print(json.dumps({"file": str(done.file), "format": form, "step": done.step, "notes": done.notes}))
+        print_json("export", {"file": str(done.file), "format": form, "step": done.step, "notes": done.notes})
     else:
         show(done)
 
@@ -105,7 +105,7 @@ def export_package(name: str, output: Path, step: str, device: str, fusions: boo
             made = target_program(find_target(name, TOKENS, progress, device=device))
         done = write_package(made, output, fusions=fusions, progress=progress)
     if as_json:
-        print(json.dumps({**asdict(done), "file": str(done.file), "format": "aoti"}))
+        print_json("export", {**asdict(done), "file": str(done.file), "format": "aoti"})
         return
     calls = "1 call" if done.calls == 1 else f"{done.calls} calls"
     out.print(f"{done.file}: {done.bytes / 1e6:.2f} MB, ran in a fresh process", markup=False, soft_wrap=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import Json
 
 
@@ -41,7 +41,7 @@ def models(
         )
         rows.append({"name": entry.name, "family": entry.family.name, "layers": layers, "weights": weights})
     if as_json:
-        print(json.dumps(rows))
+        print_json("models", rows)
         return
     table = Table()
     for column in ("model", "family", "layers", "weights"):

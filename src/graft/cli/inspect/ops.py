@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import Device, Json
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def ops(
     rows = kernel_rows(names or (), str(where), backend)
     if as_json:
         choices = choice_rows(where) if any(map(looks_up, rows)) else []
-        print(json.dumps([with_choices(row, choices) for row in rows]))
+        print_json("ops", [with_choices(row, choices) for row in rows])
         return
     last = ""
     groups = grouped(rows)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import Json, Plugins
 
 
@@ -45,7 +45,7 @@ def report(
         data = write_report(run, output, kernels, progress, code)
     size = output.stat().st_size
     if as_json:
-        print(json.dumps({"file": str(output), "bytes": size, **data.head, "counts": data.counts}))
+        print_json("report", {"file": str(output), "bytes": size, **data.head, "counts": data.counts})
         return
     out.print(f"{output}: {size / 1e6:.2f} MB, {data.head['model']}", markup=False, soft_wrap=True)
 
@@ -62,6 +62,6 @@ def report_stages(folder: Path, output: Path, unused: dict[str, Path | None], as
     size = output.stat().st_size
     if as_json:
         kernels = len(story.kernels.kernels)
-        print(json.dumps({"file": str(output), "bytes": size, "target": story.target, "kernels": kernels}))
+        print_json("report-stages", {"file": str(output), "bytes": size, "target": story.target, "kernels": kernels})
         return
     out.print(f"{output}: {size / 1e6:.2f} MB, stages of {story.target}", markup=False, soft_wrap=True)

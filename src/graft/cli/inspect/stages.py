@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from graft.base.errors import UsageError
+from graft.cli.documents import print_json
 from graft.cli.guard import guarded
 from graft.cli.options import Device, DType, Json
 
@@ -94,7 +94,7 @@ def show(
     if output is not None:
         save_story(story, output)
     if as_json:
-        print(json.dumps(story.to_dict()))
+        print_json("stages", story.to_dict())
     else:
         print_lines(story_lines(story, stage))
     if story.end is not None:
@@ -125,7 +125,7 @@ def show_buckets(
         free = True if dynamic == "auto" else DYNAMIC[dynamic]
         story = tell_buckets(found.function, calls, target=found.name, split_at=words, dynamic=free, options=given)
     if as_json:
-        print(json.dumps(story.to_dict()))
+        print_json("stages-buckets", story.to_dict())
     else:
         print_lines(bucket_lines(story))
     if story.end is not None:
@@ -220,7 +220,7 @@ def why(
     story = story_of(target, backend, dynamic, mode, options, tokens)
     trails = follow(story, place)
     if as_json:
-        print(json.dumps([one.to_dict() for one in trails]))
+        print_json("stages-why", [one.to_dict() for one in trails])
         return
     for one in trails:
         at = f" at {', '.join(one.lines)}" if one.lines else ""
@@ -241,7 +241,7 @@ def diff(
 
     found = diff_stories(story_of(before, backend), story_of(after, backend))
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print_json("stages-diff", found.to_dict())
     else:
         print_lines(diff_lines(found, unfold=unfold))
 
@@ -279,7 +279,7 @@ def ask(
     enough = "eager" if question in ("recompiles", "breaks") else "inductor"  # Dynamo alone knows these
     answer = asked.ask(story_of(target, backend or enough, dynamic, mode, options, tokens), *(words or []), **earlier)
     if as_json:
-        print(json.dumps(asdict(answer)))
+        print_json("stages-ask", asdict(answer))
         return
     from graft.cli.show import out
 

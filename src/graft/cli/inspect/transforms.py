@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from graft.cli.documents import print_json
 from graft.cli.options import ConfigFile, Json, Plugins, Sets
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def transforms(config: ConfigFile = None, sets: Sets = None, plugins: Plugins = 
 
     rows = rows_of(load_config(config, sets=sets or (), plugins=tuple(plugins or ())))
     if as_json:
-        print(json.dumps(rows))
+        print_json("transforms", rows)
     else:
         show(rows)
 

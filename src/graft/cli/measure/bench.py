@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.load import load_llm
 from graft.cli.measure.bench_families import Families, bench_families
 from graft.cli.measure.bench_load import Preset, Rate, Requests, Throughput, read_loads, under_load
@@ -235,7 +237,7 @@ def report(result: Bench, plot: str | None, as_json: bool) -> None:
     from graft.cli.measure.bench_show import show
 
     if as_json:
-        print(result.to_json())
+        print_json("bench", json.loads(result.to_json()))
     else:
         show(result)
     if plot and result.rows:
@@ -244,7 +246,6 @@ def report(result: Bench, plot: str | None, as_json: bool) -> None:
 
 
 def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress: Any, as_json: bool) -> None:
-    import json
     from dataclasses import asdict
 
     from graft.bench.kernel_times import kernel_times
@@ -267,7 +268,7 @@ def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress:
             "roofline": asdict(roofline),
             **notes,
         }
-        print(json.dumps({"setup": setup, "steps": [asdict(table) for table in tables]}))
+        print_json("bench-kernels", {"setup": setup, "steps": [asdict(table) for table in tables]})
         return
     for table in tables:
         show_kernels(table, llm.model.name)

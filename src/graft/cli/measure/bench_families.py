@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.options import DEFAULT_MODEL, read_numbers
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def bench_families(ctx: typer.Context, as_json: bool) -> None:
     with phase_lines(True) as progress:
         table = measure_families(plan, progress)
     if as_json:
-        print(json.dumps(table.to_data()))
+        print_json("bench-families", table.to_data())
     else:
         show_families(table, plan)
     if table.interrupted or any(row.failed and row.begun for row in table.rows):

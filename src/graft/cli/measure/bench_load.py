@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.load import load_llm
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ def under_load(
     model: str, asked: list[AskedLoad], preset: str | None, plot: str | None, as_json: bool, **options: Any
 ) -> None:
     """One engine, one load after another; a line of each as soon as it is there."""
-    import json
     from dataclasses import asdict, replace
     from pathlib import Path
 
@@ -99,7 +99,7 @@ def under_load(
     if plot:
         write_load_plot(setup, rows, published, Path(plot))
     if as_json:
-        print(json.dumps({"setup": setup, "rows": [asdict(row) for row in rows]}))
+        print_json("bench-load", {"setup": setup, "rows": [asdict(row) for row in rows]})
     else:
         show_loads(setup, rows, published)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
+
 if TYPE_CHECKING:
     from graft.bench.http_client import HttpTarget
     from graft.bench.server_load import ServerRow
@@ -192,7 +194,7 @@ def report(setup: dict[str, Any], rows: Sequence[ServerRow], cut: bool, plot: st
     from graft.cli.show import err
 
     if as_json:
-        print(json.dumps({"setup": setup, "interrupted": cut, "rows": [asdict(row) for row in rows]}))
+        print_json("bench-server", {"setup": setup, "interrupted": cut, "rows": [asdict(row) for row in rows]})
     else:
         show(setup, rows)
     if plot and rows:

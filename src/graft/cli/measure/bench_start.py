@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
+
+from graft.cli.documents import print_json
 
 USED = {"model", "dtype", "device", "quantize", "repeats", "as_json", "start", "plugins", "strict", "traceback"}
 
@@ -26,7 +26,7 @@ def bench_start(
             model, dtype=dtype, device=device, quantize=quantize, repeats=repeats, progress=progress
         )
     if as_json:
-        print(json.dumps(found.to_data()))
+        print_json("bench-start", found.to_data())
         return
     title = f"From a new process to the first token: {model} ({found.about['backend']}, {found.about['device']})"
     table = headed_table("start", "seconds >", "x imports >", "phases", title=title)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.load import load_llm
 from graft.cli.options import Json, Model, Quantize, TrustRemoteCode, read_numbers
 
@@ -87,7 +87,7 @@ def measure(
 
 def report(found: Tuning, shapes: dict[Any, int], path: Path, model: str, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"model": model, "device": found.device, "file": str(path), **as_dict(found, shapes)}))
+        print_json("tune", {"model": model, "device": found.device, "file": str(path), **as_dict(found, shapes)})
     else:
         show(found, path, model)
 

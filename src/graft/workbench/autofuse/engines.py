@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from graft.bench.bench import cache_need
+from graft.bench.plan import BenchPlan
 from graft.engine.llm import LLM
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
 from graft.engine.self_check import tolerance
@@ -43,7 +45,10 @@ def make_engine(order: TrialOrder, plugins: Sequence[str], *, on: bool) -> LLM:
     )  # fmt: skip
     sets = (*order.sets, f"transforms.{order.transform}.enabled={str(on).lower()}")
     settings = settings_for(loaded, order.config, None, sets=sets, plugins=plugins)
-    return LLM(loaded, config=settings, backend=order.backend, max_num_seqs=2)
+    # two engines share the device: by default the first one's cache would take all memory that is free on a GPU
+    plan = BenchPlan(batches=(2,), prompts=(order.prompt,), new=order.new + NEW)
+    memory = cache_need(loaded, plan)
+    return LLM(loaded, config=settings, backend=order.backend, max_num_seqs=2, kv_cache_memory=memory)
 
 
 def differences(before: LLM, after: LLM, prompt: int) -> tuple[str, str]:

@@ -105,6 +105,22 @@ def open_ledger(package: Path, kind: dict[str, Any]) -> Ledger:
     return Ledger(kind, outcomes, data.get("facts", {}))
 
 
+MACHINE = ("device_name", "cores", "torch", "triton", "graft")  # what a time depends on
+
+
+def on_machine(ledger: Ledger, package: Path, facts: dict[str, Any]) -> Ledger:
+    """The ledger of a run that begins or goes on here. One that was measured on another machine is refused: its times
+    and what was kept by them are of that one."""
+    known = ledger.facts
+    for name in MACHINE if ledger.outcomes else ():
+        if name in known and known[name] != facts.get(name):
+            raise UsageError(
+                f"{package} was measured with {name} = {known[name]!r}, and here it is {facts.get(name)!r}: go on"
+                " there, or name another folder with -o"
+            )
+    return ledger if ledger.outcomes and known else replace(ledger, facts=facts)
+
+
 def outcome_of(data: dict[str, Any]) -> CandidateOutcome:
     given: dict[str, Any] = {**data, "times": [ShapeTimes.of(one) for one in data["times"]]}
     lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}

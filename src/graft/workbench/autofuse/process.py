@@ -44,7 +44,7 @@ def environment(order: TrialOrder, search: Sequence[Path]) -> dict[str, str]:
     paths = [*map(str, search), root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
     # Triton's kernels are run by its interpreter where there is no GPU
-    return {**os.environ, **own, **({} if order.device == "cuda" else {"TRITON_INTERPRET": "1"})}
+    return {**os.environ, **own, **({} if order.on_gpu else {"TRITON_INTERPRET": "1"})}
 
 
 def wait(child: subprocess.Popen[bytes], limit: float) -> str:

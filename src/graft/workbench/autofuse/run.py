@@ -14,7 +14,7 @@ from graft.base.files import Progress, write_whole
 from graft.bench.machine import facts
 from graft.models.places import resolve_device
 from graft.workbench.autofuse.engines import candidates_of
-from graft.workbench.autofuse.ledger import CandidateOutcome, KernelPath, Ledger, Status, open_ledger
+from graft.workbench.autofuse.ledger import CandidateOutcome, KernelPath, Ledger, Status, on_machine, open_ledger
 from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import AutofuseRequest, check_request
 from graft.workbench.autofuse.table import table_text
@@ -40,9 +40,10 @@ def autofuse(request: AutofuseRequest, tell: Tell | None = None, progress: Progr
         raise ExtraMissing("graft autofuse", "dev", "pytest")
     final = Destination.in_package(request.package)
     ledger = open_ledger(final.root, request.kind())
+    ledger = on_machine(ledger, final.root, facts(resolve_device(request.device)))
     started = time.monotonic()
     found = candidates_of(request, progress)
-    ledger = replace(ledger, facts={**facts(resolve_device(request.device)), "model": found.model})
+    ledger = replace(ledger, facts={**ledger.facts, "model": found.model})
     tried = 0
     for candidate in found.candidates:
         known = ledger.find(candidate.id)
@@ -150,7 +151,7 @@ def order_of(
     packages = [str(final.source)] if ledger.kept else []
     return TrialOrder(
         request.model, name, written.op, dict(seed.shapes), (*packages, str(place.source)), str(place.test(name)),
-        str(place.root / "note.md"), resolve_device(request.device).type, request.backend, request.dtype,
+        str(place.root / "note.md"), str(resolve_device(request.device)), request.backend, request.dtype,
         request.config, request.sets, request.plugins, request.prompt, request.new, request.repeats,
         request.trust_remote_code,
     )  # fmt: skip

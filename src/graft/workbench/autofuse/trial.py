@@ -49,6 +49,10 @@ class TrialOrder:
     def text(self) -> str:
         return json.dumps(asdict(self))
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
 
 class Wrong(Exception):
     """A check that failed, in words."""
@@ -181,8 +185,8 @@ def check_kernels(order: TrialOrder, findings: Findings) -> None:
     if not order.op:
         findings.line("native kernel", "skip", "it calls a kernel that exists")
         return
-    if order.device == "cuda" or not native_header(order):
-        findings.line("native kernel", "skip", "there is none" if order.device != "cuda" else "for a CPU")
+    if order.on_gpu or not native_header(order):
+        findings.line("native kernel", "skip", "for a CPU" if order.on_gpu else "there is none")
         return
     try:
         problem, runs = native_kernel_problem(order.op, order.shapes)

@@ -38,11 +38,13 @@ MOST_DIMS = 4
 
 @dataclass(frozen=True)
 class RowInput:
-    """A tensor that is read row by row, or a `vector` that every row reads. width: columns; a letter for any."""
+    """A tensor that is read row by row, or a `vector` that every row reads. width: columns; a letter for any. wide:
+    declared float32, whatever dtype the model computes in."""
 
     name: str
     vector: bool
     width: int | str
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,8 @@ def written_program(body: Body, rewrite: Rewrite, language: RowLanguage) -> RowP
         )
         for i, node in enumerate(results)
     )
+    if all(given.wide for given in inputs.values()) and not all(output.wide for output in outputs):
+        raise NoRows("it returns 16 bits, and none of its inputs says which")
     for width in dict.fromkeys(output.width for output in outputs):
         chosen = [i for i, output in enumerate(outputs) if output.width == width]
         stored = tuple(results[i] for i in chosen)
@@ -317,7 +321,8 @@ def read_inputs(graph: Graph, body: Body, sizes: dict[str, int]) -> dict[Node, R
         if len(shape) not in (0, 1, rank):
             raise NoRows(f"{name} has {len(shape)} dims beside {rank}")
         width = last_size(node)
-        found[node] = RowInput(name, len(shape) < 2, letters.get(width, width))
+        wide = tensor_of(node).dtype is not WORKING_DTYPE
+        found[node] = RowInput(name, len(shape) < 2, letters.get(width, width), wide)
     return found
 
 

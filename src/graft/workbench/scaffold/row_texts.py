@@ -56,6 +56,7 @@ def triton_rows_text(program: RowProgram, common: Mapping[str, str]) -> str:
     sizes = [f"n_{letter}" for letter in known]
     pointers = [*(f"{n}_ptr" for n in (*rows, *vectors)), *(f"{n}_ptr" for n in outs), "n1", "n2"]
     blocks = "".join(triton_block(block) for block in program.blocks)
+    typed = next((given.name for given in program.inputs if not given.wide), common["first"])  # the model's dtype
     return fill(
         "triton_rows",
         {
@@ -73,7 +74,7 @@ def triton_rows_text(program: RowProgram, common: Mapping[str, str]) -> str:
             "vectors": "".join(f"{name}.contiguous(), " for name in vectors),
             "made": "".join(
                 f"    {o.name} = torch.empty((*lead, {size(o.width)}), device={common['first']}.device,"
-                f" dtype={'torch.float32' if o.wide else common['first'] + '.dtype'})\n"
+                f" dtype={'torch.float32' if o.wide else typed + '.dtype'})\n"
                 for o in program.outputs
             ),
             "outs": "".join(f"{name}, " for name in outs),
@@ -178,6 +179,8 @@ def cpp_block(block: RowBlock) -> list[str]:
     name, lines = block.names[0], []
     if block.kind == "scalar":
         (stretch,) = block.stretches
+        if not stretch.lines:  # a cast of another one
+            return [f"const float {name} = {stretch.results[0]};"]
         if stretch.lines == ((stretch.results[0], stretch.lines[0][1]),):
             return [f"const float {name} = {stretch.lines[0][1]};"]
         return [f"const float {name} = [&] {{ {inline(stretch)} }}();"]

@@ -37,7 +37,7 @@ def test_every_skill_is_listed_with_its_description():
     lines = graft("list").stdout.splitlines()
     # a description goes on in lines that begin with blanks, however wide the console was when it was made
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == ["skill", *NAMES]
-    rows = json.loads(graft("list", "--json").stdout)
+    rows = json.loads(graft("list", "--json").stdout)["items"]
     assert [row["name"] for row in rows] == NAMES and all(Path(row["path"]).is_file() for row in rows)
 
 
