@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graft.passes.report import Report
-from graft.stages import caches, dynamo, functional, kernels, launches, post_grad, runtime, scheduling, trace
+from graft.stages import caches, dynamo, functional, guards, kernels, launches, post_grad, runtime, scheduling, trace
 from graft.stages.needs import Reached, missing, version_note
 from graft.stages.story import STAGES, CopyRecord, Story, StoryEnd, ValueRecord
 
@@ -23,6 +23,7 @@ ADAPTERS = {
     "kernels": kernels.NEEDS,
     "runtime": runtime.NEEDS,
     "caches": caches.NEEDS,
+    "guards": guards.NEEDS,
     "trace": trace.NEEDS,
 }
 
