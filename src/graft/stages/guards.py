@@ -65,14 +65,12 @@ def call_us(check: Callable[[Any], Any], value: Any) -> float:
 def guard_costs(graph: str, root: Any, scope: Mapping[str, Any], whole: float) -> list[GuardCost]:
     """The time of a check of all, divided among the guards in proportion to the times of each alone.
 
-    Each is called from Python, which takes longer than most guards do, so that times alone cannot be added up; the least
-    of all calls is taken off each.
+    Each is called from Python, which takes longer than most guards do, so that times alone cannot be added up; the
+    least of all calls is taken off each.
     """
     found = list(leaf_guards(root))
     checks = [check_of(source, guard, scope) for source, guard in found]
-    rounds = [
-        [call_us(*check) for check in checks if check] for _ in range(ROUNDS)
-    ]  # a busy moment spoils one of them
+    rounds = [[call_us(*check) for check in checks if check] for _ in range(ROUNDS)]  # a busy moment spoils one
     times = [min(several) for several in zip(*rounds, strict=True)]
     empty = min(times, default=0.0)
     share = whole / (sum(time - empty for time in times) or 1.0)
@@ -90,7 +88,7 @@ def check_of(source: str, guard: Any, scope: Mapping[str, Any]) -> tuple[Callabl
     if type(guard).__name__ in RELATIONS:
         return None
     try:
-        value = scope["L"] if source in ("", "L") else eval(source, dict(scope))  # noqa: S307  torch's own expression
+        value = scope["L"] if source in ("", "L") else eval(source, dict(scope))
         return (guard.__call__, value) if guard(value) else None
     except Exception:  # noqa: BLE001  a source that is no expression, as of an iterator
         return None

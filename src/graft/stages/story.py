@@ -307,6 +307,20 @@ class CacheLookup:
 
 
 @dataclass(frozen=True)
+class FreshProcess:
+    """The first call in another process with empty caches and the cache artifacts of this one (`bytes` of them).
+
+    seconds: of that call. differs: in what its results were others. problem: why there are none.
+    """
+
+    lookups: tuple[CacheLookup, ...] = ()
+    seconds: float = 0.0
+    bytes: int = 0
+    differs: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class CacheStage:
     """again: the same first call after all was forgotten, which comes out of the cache if it can."""
 
@@ -315,6 +329,7 @@ class CacheStage:
     again: tuple[CacheLookup, ...] = ()
     seconds: tuple[float, float] = (0.0, 0.0)  # the first call, and that again
     bytes: int = 0  # of what the caches hold now
+    fresh: FreshProcess | None = None  # where it was asked for
 
 
 @dataclass(frozen=True)

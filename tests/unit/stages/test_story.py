@@ -77,7 +77,7 @@ def test_every_guard_has_its_cost(step):
     assert {kind for kind, group in groups.items() if group.timed < group.count} <= {"NO_TENSOR_ALIASING"}
     dear = step.dynamo.dearest
     assert dear and list(dear) == sorted(dear, key=lambda one: -one.us)
-    assert 0 < max(one.us for one in dear) and 0 < step.dynamo.guard_warm_us["0/0"] < step.dynamo.guard_us["0/0"]
+    assert max(one.us for one in dear) > 0 and 0 < step.dynamo.guard_warm_us["0/0"] < step.dynamo.guard_us["0/0"]
     told = "\n".join(line.text for line in story_lines(step, 1))
     assert re.search(r"TENSOR_MATCH × 4 \d+\.\d\d µs", told) and "dearest: " in told
 

@@ -11,6 +11,7 @@ from graft.stages.story import (
     STAGES,
     CacheLookup,
     DynamoStage,
+    FreshProcess,
     GuardGroup,
     KernelRecord,
     PassRun,
@@ -243,7 +244,16 @@ def cache_lines(story: Story) -> list[str]:
         lines += [f"again {lookup_line(one)}" for one in stage.again]
         first, second = stage.seconds
         lines.append(f"first call {first:.2f} s, again {second:.2f} s; the caches hold {bytes_text(stage.bytes)}")
-    return cut(lines, 2 * MOST)
+    return [*cut(lines, 2 * MOST), *(fresh_lines(stage.fresh, stage.seconds[0]) if stage.fresh else [])]
+
+
+def fresh_lines(fresh: FreshProcess, first: float) -> list[str]:
+    if fresh.problem:
+        return [f"fresh process with {bytes_text(fresh.bytes)} of artifacts: {fresh.problem}"]
+    found = counts(Counter(f"{one.cache} {one.outcome}" for one in fresh.lookups)) or "nothing looked up"
+    told = fresh.differs or "the same results"
+    saved = f"{fresh.seconds:.2f} s, {first - fresh.seconds:.2f} s less than the first call"
+    return [f"fresh process with {bytes_text(fresh.bytes)} of artifacts: {found}; {saved}; {told}"]
 
 
 def lookup_line(one: CacheLookup) -> str:
