@@ -92,6 +92,14 @@ def test_parts_that_inductor_copies_are_told(route):
     assert found == "told" and "%unsafe_split" in why and "memory of their own" in why
 
 
+@pytest.mark.parametrize("route", ["eager", "inductor"])
+@pytest.mark.parametrize(("given", "mask"), [((1, 3), (4, 3)), ((), (5,)), ((4, 1), (1, 3)), ((4, 3), (3,))])
+def test_a_mask_may_be_larger_than_what_it_selects_from(route, given, mask):
+    everything = torch.ones(mask, dtype=torch.bool)
+    assert tried(sample(torch.masked_select, torch.randn(given), everything), route) == ("same", "")
+    assert tried(sample(torch.Tensor.masked_select, torch.randn(given), everything), "eager") == ("same", "")
+
+
 @pytest.fixture(scope="module")
 def entries():
     return database()
