@@ -37,6 +37,7 @@ from graft.memory.inductor_fix.functionalization import inductor_options
 # A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
 FUSION_PASS = "post_grad_custom_pre_pass"
 aten = torch.ops.aten
+OTHER_NUMBERS = "inductor: it samples other random numbers than eager for the same seed"
 # their schemas deny that the parts are views
 UNSAFE_SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default)
 
@@ -64,7 +65,7 @@ def unlike_eager(graph: Graph) -> list[str]:
     """What Inductor's code does otherwise than the operators do, for the report."""
     notes = []
     if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(graph))):
-        notes.append("inductor: it samples other random numbers than eager for the same seed")
+        notes.append(OTHER_NUMBERS)
     for node in all_nodes(graph):
         if is_op(node, *UNSAFE_SPLITS):
             notes.append(f"inductor: {where(node)} gives parts in memory of their own, where eager gives views")

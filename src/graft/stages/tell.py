@@ -125,6 +125,7 @@ def make_calls(
         if index == 0:
             watch.seconds = (time.perf_counter() - started, 0.0)
             watch.result = detached(result) if keep else None
+        del result  # a CUDA graph's next replay takes its memory
     return None
 
 
