@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverloadPacket
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -91,7 +90,7 @@ def drop_detach(graph: Graph) -> None:
 
 
 def unlike_eager_by_name(graph: Graph) -> list[str]:
-    """What Inductor does otherwise than eager with a graph of torch-level calls, told by their names for the report."""
+    """What Inductor does otherwise than eager with a graph of torch-level calls, told by their names."""
     notes, calls = (
         [],
         [(node, call_name(node)) for node in graph.nodes if node.op in ("call_function", "call_method")],
@@ -110,8 +109,8 @@ def call_name(node: Node) -> str:
 
 def samples(name: str) -> bool:
     """Whether the operator of that name draws random numbers in one of its forms."""
-    packet = getattr(aten, name, None)
-    forms = [getattr(packet, form) for form in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
+    packet = getattr(aten, name, None) if name else None
+    forms = [getattr(packet, form) for form in packet.overloads()] if hasattr(packet, "overloads") else []
     return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
 
 
