@@ -1,7 +1,7 @@
 """The first call of a story once more in a fresh process, which has the cache artifacts of this one and empty caches.
 
 `python -m graft.workbench.stages.fresh FOLDER` is that process. The folder holds what it needs: `run.json` (target
-and settings of torch.compile), `given.pt` (the arguments, and the weights of a module) and `artifacts`.
+and settings of torch.compile), `given.pt` (the arguments, and the weights of a module in a file) and `artifacts`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class FreshRun:
             folder = Path(name)
             (folder / "artifacts").write_bytes(content)
             (folder / "run.json").write_text(json.dumps(asdict(self)))
-            weights = function.state_dict() if isinstance(function, nn.Module) else None
-            torch.save((args, weights), folder / "given.pt")
+            torch.save((args, self.weights(function)), folder / "given.pt")
             if problem := run_process(folder):
                 return FreshProcess(bytes=len(content), problem=problem)
             found = json.loads((folder / "found.json").read_text())
             results = torch.load(folder / "results.pt", weights_only=False)
         return revive(FreshProcess, {**found, "bytes": len(content), "differs": difference(results, expected)})
+
+    def weights(self, function: Any) -> dict[str, torch.Tensor] | None:
+        """Of a module in a file, which another process makes with other numbers; a model's are found by its name."""
+        return function.state_dict() if ".py:" in self.target and isinstance(function, nn.Module) else None
 
 
 def run_process(folder: Path) -> str:
