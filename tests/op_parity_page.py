@@ -19,7 +19,8 @@ torch's own database of operators (OpInfo) through the routes of graft: samples 
 values, in what is left in its inputs, and in whose memory results are. An entry counts by the worst of its samples.
 `python tests/op_parity.py` runs it, `python tests/op_parity_page.py` makes this page. `graft` is
 `torch.compile(backend="graft")`. On a CPU, `cuda_graph` makes direct calls in place of replays. Rows with fewer
-entries are samples, as compiling takes seconds on those routes. In rows of torch 2.11, entries are missing that came
+entries are samples, as compiling takes seconds on those routes: `graft` has not been run on all entries, nor on a
+GPU. In rows of torch 2.11, entries are missing that came
 behind a failed capture in the same process (torch does not undo one) or ran out of time, and those whose outcome has
 been changed since (`unsafe_split`, `unsafe_chunk`, some of `fft`, two attention kernels).
 
