@@ -19,16 +19,16 @@ torch's own database of operators (OpInfo) through the routes of graft: samples 
 values, in what is left in its inputs, and in whose memory results are. An entry counts by the worst of its samples.
 `python tests/op_parity.py` runs it, `python tests/op_parity_page.py` makes this page. `graft` is
 `torch.compile(backend="graft")`. On a CPU, `cuda_graph` makes direct calls in place of replays. Rows with fewer
-entries are samples, as compiling takes seconds on those routes. In rows of torch 2.11, entries are missing that came
+entries are samples, as compiling takes seconds on those routes: `graft` has not been run on all entries, nor on a
+GPU. In rows of torch 2.11, entries are missing that came
 behind a failed capture in the same process (torch does not undo one) or ran out of time, and those whose outcome has
 been changed since (`unsafe_split`, `unsafe_chunk`, some of `fft`, two attention kernels).
 
 - `same`: as in eager. `told`: the report names the difference (random numbers of Inductor's, memory that nobody
   wrote). `refused`: an error of graft's, with its reason.
 - `raw`: an error that is not graft's. `wrong`: other values, and no word. `crash`: the process ended. These three are
-  defects. Known: torch's export bounds the result of `masked_select` by its first argument, so that a mask that
-  broadcasts fails an assertion; on a GPU four operators in bfloat16 differ by more than assert_close allows, and were
-  not compared with float64 there.
+  defects. Known: on a GPU four operators in bfloat16 differ by more than assert_close allows, and were not compared
+  with float64 there.
 """
 KINDS = ("same", "told", "refused", *DEFECTS)
 COLUMNS = ("torch", "device", "route", "dtype", "entries", "samples", *KINDS)

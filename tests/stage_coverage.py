@@ -32,12 +32,13 @@ class Covered:
 KIT, STAGES = "tests/unit/testing/test_testing_kit_stages.py", "tests/unit/workbench/test_stage_lab.py"
 LAUNCHES, KERNEL = "tests/unit/stages/test_launches.py", "tests/unit/workbench/test_repro_kernel.py"
 BUCKETS, GPU = "tests/unit/stages/test_buckets.py", "tests/gpu/test_stages_on_gpu.py"
+PARITY, FRESH = "tests/unit/api/test_op_parity.py", "tests/unit/workbench/test_stage_fresh.py"
 STORY, COMPILED = "tests/unit/stages/test_story.py", "tests/unit/testing/test_testing_kit_compiled.py"
 TABLE = (
     Covered(
         1, "capture and guards", ("dynamo/test_misc.py", "dynamo/test_guard_manager.py"),
         ("assert_no_graph_breaks", "assert_no_recompiles", "graft stages ask breaks", "graft stages ask recompiles"),
-        (STORY, STAGES, KIT, COMPILED), "guards are counted by kind; one check of all is timed, not each",
+        (STORY, STAGES, KIT, COMPILED), "guards that compare several values (aliasing) have no time of their own",
     ),
     Covered(
         1, "control flow", ("inductor/test_control_flow.py",), ("graft stages TARGET",), ("tests/peers",),
@@ -53,7 +54,7 @@ TABLE = (
     ),
     Covered(
         2, "operator database", ("inductor/test_torchinductor_opinfo.py",), ("assert_compiled_like_eager", "matrix"),
-        (KIT, "tests/peers"), "our ops and the programs of tests/peers, not the whole database",
+        (KIT, "tests/peers", PARITY), "through Inductor tests see every 24th entry; tests/op_parity.py runs all",
     ),
     Covered(
         3, "pattern matcher", ("inductor/test_pattern_matcher.py",), ("assert_fuses", "assert_not_fuses",
@@ -99,7 +100,8 @@ TABLE = (
     ),
     Covered(
         7, "code caches", ("inductor/test_codecache.py", "dynamo/test_aot_autograd_cache.py"),
-        ("cache_round_trip", "graft stages ask cache"), (COMPILED, STAGES, STORY),
+        ("cache_round_trip", "graft stages ask cache", "graft stages TARGET --fresh"),
+        (COMPILED, STAGES, STORY, FRESH),
     ),
     Covered(
         7, "AOTInductor", ("inductor/test_aot_inductor.py",), ("graft export TARGET --aoti",),

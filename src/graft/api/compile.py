@@ -17,7 +17,7 @@ from graft.api.compiled import CompiledModule
 from graft.api.gradients import refuse_inputs
 from graft.api.options import settings_of
 from graft.api.program import capture_program
-from graft.api.restart import restart_notes, restart_of
+from graft.api.restart import AUTO, restart_notes, restart_of
 from graft.api.variant import VariantSettings, build_variant
 from graft.backends.select import keep_sizes
 from graft.base.errors import UsageError
@@ -26,8 +26,10 @@ from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
 from graft.capture.static_cache import find_caches, initialize, pack
+from graft.ir.nodes import placeholders
 from graft.ir.trace import taken_apart, use_level
 from graft.memory.initial import initial_values, written_buffers
+from graft.memory.positions import position_inputs
 from graft.passes.config import PipelineConfig
 
 
@@ -74,9 +76,11 @@ def compile_module(
     return begin_anew(compiled, settings.restart)
 
 
-def begin_anew(compiled: CompiledModule, asked: Mapping[str, int | str] | None) -> CompiledModule:
+def begin_anew(compiled: CompiledModule, asked: Mapping[str, int | str] | str | None) -> CompiledModule:
     first = compiled.variants[0]
-    compiled.restart = restart_of(asked, first.signature.leaves)
+    names = dict(zip(placeholders(first.graph_module.graph), first.names, strict=True)) if asked == AUTO else {}
+    positions = [names[node] for node in position_inputs(first.graph_module)] if asked == AUTO else []
+    compiled.restart = restart_of(asked, first.signature.leaves, positions)
     notes = restart_notes(compiled.restart, first.signature.leaves, len(written_buffers(first.graph_module)))
     report = replace(first.report, notes=(*first.report.notes, *notes))
     compiled.variants[0] = replace(first, report=report)
@@ -100,7 +104,7 @@ def compile(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     fullgraph: bool = True,
     stance: Literal["default", "error_on_new_variant"] = "default",
-    restart: Mapping[str, int | str] | None = None,
+    restart: Mapping[str, int | str] | Literal["auto"] | None = None,
 ) -> CompiledModule:
     """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
 
@@ -116,7 +120,8 @@ def compile(
     `mode`, `options`: Inductor's, as for torch.compile; they choose that backend.
     `decompositions`: a table by which the program, and every pattern, is taken apart.
     `restart`: `{"position": 0}` or `{"sequence": "changed"}`, an input that says where a sequence begins; buffers
-    that the program writes then go back to their initial values.
+    that the program writes then go back to their initial values. `"auto"` finds it: the input by whose values buffers
+    are written, or one that is named like a sequence; the report says which.
     `stance="error_on_new_variant"`: as if `freeze()` were called at once; `warm` still captures.
     """
     settings = settings_of(

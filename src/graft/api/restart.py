@@ -2,6 +2,7 @@
 
     graft.compile(decoder, …, restart={"position": 0})            before a call whose positions start at 0
     graft.compile(decoder, …, restart={"sequence": "changed"})    before a call with another value than the last one
+    graft.compile(decoder, …, restart="auto")                     the input is found, and the report names it
 
 What happens then is `CompiledModule.reset`: every buffer that the program writes gets the value that it had when the
 module was compiled. Without `restart` a compiled module does what eager does, and nobody begins but the caller.
@@ -18,7 +19,8 @@ import torch
 from graft.base.errors import UsageError, near
 from graft.ir.program.signature import Leaf
 
-CHANGED = "changed"
+AUTO, CHANGED = "auto", "changed"
+SEQUENCES = ("sequence", "sequence_id", "seq_id", "session", "session_id", "request_id")
 INTEGERS = ("int", "uint", "bool")  # how names of dtypes begin
 MISSING = object()
 
@@ -30,6 +32,7 @@ class Restart:
     name: str
     when: int | str  # 0 or CHANGED
     last: Any = MISSING
+    found: bool = False  # by graft, not named by the caller
 
     def due(self, names: Sequence[str], values: Sequence[Any]) -> bool:
         """Whether a call with these inputs begins a sequence; the first call goes on with what there is."""
@@ -52,28 +55,58 @@ class Restart:
         return Restart(data["name"], data["when"], data.get("last", MISSING)) if data else None
 
 
-def restart_of(asked: Mapping[str, int | str] | None, leaves: Sequence[Leaf]) -> Restart | None:
-    """What `restart` asks for, for a module with these inputs."""
+def restart_of(
+    asked: Mapping[str, int | str] | str | None, leaves: Sequence[Leaf], positions: Sequence[str] = ()
+) -> Restart | None:
+    """What `restart` asks for, for a module with these inputs. positions: those by which its buffers are written."""
     if not asked:
         return None
+    if asked == AUTO:
+        return found_restart(leaves, positions)
     if not isinstance(asked, Mapping) or len(asked) != 1:
-        raise UsageError(f"restart names one input, as {{'position': 0}} or {{'id': 'changed'}}; it is {asked!r}")
+        raise UsageError(
+            f"restart names one input, as {{'position': 0}} or {{'id': 'changed'}}, or is 'auto'; it is {asked!r}"
+        )
     ((name, when),) = asked.items()
     leaf = next((leaf for leaf in leaves if leaf.name == name), None)
     if leaf is None:
         raise UsageError(f"restart: no input is named {name!r}{near(str(name), [leaf.name for leaf in leaves])}")
     if isinstance(when, bool) or when not in (0, CHANGED):
         raise UsageError(f"restart.{name} is 0 (where its positions start) or {CHANGED!r}, not {when!r}")
-    whole = leaf.dtype.startswith(INTEGERS) if leaf.dtype else leaf.symbolic or isinstance(leaf.value, int)
-    if not whole:
+    if not is_whole(leaf):
         raise UsageError(f"restart: {name} must be integers, but is {leaf.text()}")
     return Restart(name, when)
+
+
+def is_whole(leaf: Leaf) -> bool:
+    return leaf.dtype.startswith(INTEGERS) if leaf.dtype else leaf.symbolic or isinstance(leaf.value, int)
+
+
+def found_restart(leaves: Sequence[Leaf], positions: Sequence[str]) -> Restart:
+    """The one input that says where buffers are written, else the one that is named like a sequence."""
+    whole = [leaf.name for leaf in leaves if is_whole(leaf)]
+    where = [name for name in whole if name in positions]
+    named = [name for name in whole if name.rpartition(".")[2] in SEQUENCES]
+    for names, when in ((where, 0), (named, CHANGED)):
+        if len(names) == 1:
+            return Restart(names[0], when, found=True)
+        if names:
+            raise UsageError(
+                f"restart='auto' found {' and '.join(names)}; name one: restart={{{names[0]!r}: {when!r}}}"
+            )
+    raise UsageError(
+        "restart='auto' found no input that says where buffers are written, and none that is named like a sequence"
+        f" ({', '.join(SEQUENCES)}); name one: restart={{'INPUT': 0}} or {{'INPUT': 'changed'}}"
+    )
 
 
 def restart_notes(restart: Restart | None, leaves: Sequence[Leaf], written: int) -> list[str]:
     if restart is None:
         return []
     device, notes = next(leaf.device for leaf in leaves if leaf.name == restart.name), []
+    if restart.found:
+        begins = "starts at 0" if restart.when == 0 else "is another one than at the last call"
+        notes.append(f"restart: the program's state begins anew before a call whose {restart.name} {begins}")
     if not written:
         notes.append("restart has nothing to do: the program writes no buffer of its own")
     if device not in (None, "cpu"):

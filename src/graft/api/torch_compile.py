@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from graft.api.functionalization import OFF, FixRecorder
 from graft.backends import InductorSettings
-from graft.backends.dynamo import hand_back, refuse_modes, trace_dynamo
+from graft.backends.dynamo import hand_back, refuse_modes, trace_dynamo, unlike_eager_by_name
 from graft.backends.eager import lower_eager
 from graft.backends.float_inputs import Constants
 from graft.backends.inductor import (
@@ -33,6 +33,7 @@ from graft.backends.inductor import (
 )
 from graft.backends.inductor_caches import watched_lookups
 from graft.base.errors import GraftError, GraphRefused, UsageError
+from graft.memory.uninitialised import uninitialised_notes
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig, load_config
 from graft.passes.library.fix_functionalization import NAME as FIX
@@ -100,11 +101,12 @@ class Backend:
                 raise
             return self.fall_back(gm, inputs, asked, name, f"{type(error).__name__}: {error}")
         if lowered is not None:
-            self.reports.append(replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes)))
+            notes = (*report.notes, *lowered.notes, *uninitialised_notes(transformed))
+            self.reports.append(replace(report, kernels=lowered.kernels, notes=notes))
             return lowered.call
         compiled, notes, record = self.with_notes(hand_back(gm, transformed), inputs, asked, name)
         records = {**report.transforms, FIX: record}
-        notes = (INDUCTOR_NOTE, *unlike_eager(transformed.graph), *notes)
+        notes = (INDUCTOR_NOTE, *unlike_eager(transformed.graph), *uninitialised_notes(transformed), *notes)
         self.reports.append(replace(report, transforms=records, notes=(*report.notes, *notes)))
         return compiled
 
@@ -134,7 +136,7 @@ class Backend:
             self.reports.append(Report(name, notes=(note,)))
             return gm.forward
         compiled, notes, record = self.with_notes(gm, inputs, asked, name)
-        self.reports.append(Report(name, {FIX: record}, notes=(note, *notes)))
+        self.reports.append(Report(name, {FIX: record}, notes=(note, *unlike_eager_by_name(gm.graph), *notes)))
         return compiled
 
     def with_notes(

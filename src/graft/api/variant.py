@@ -52,7 +52,7 @@ class VariantSettings:
     options: Mapping[str, Any] = field(default_factory=dict)  # Inductor's
     level: DecompositionLevel = EXPORT  # how far programs and patterns are taken apart
     frozen: bool = False  # nothing is captured but by `warm`
-    restart: Mapping[str, int | str] | None = None  # the input that begins state anew, and when
+    restart: Mapping[str, int | str] | str | None = None  # the input that begins state anew, and when
     shared: dict[Any, Any] = field(default_factory=dict)  # what the transforms make once for all variants
 
 

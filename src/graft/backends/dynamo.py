@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
-from graft.backends.inductor import python_dispatcher
+from graft.backends.inductor import OTHER_NUMBERS, python_dispatcher
 from graft.base.errors import CaptureError, GraphRefused
 from graft.ir.branches import all_nodes, is_control_flow, write_inside
 from graft.ir.canonical.normal_form import canonicalize
@@ -29,6 +29,7 @@ from graft.ir.program.results import keep_results_apart, result_objects
 from graft.ir.storage import storage_id
 from graft.ir.trace import canonicalize_inside, fill_values, quiet
 from graft.memory.regions import same_layout
+from graft.memory.uninitialised import EMPTY
 
 aten = torch.ops.aten
 ENTER_AUTOCAST, EXIT_AUTOCAST = (getattr(torch.amp.autocast_mode, n) for n in ("_enter_autocast", "_exit_autocast"))
@@ -86,6 +87,31 @@ def drop_detach(graph: Graph) -> None:
         if is_op(node, aten.detach_.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def unlike_eager_by_name(graph: Graph) -> list[str]:
+    """What Inductor does otherwise than eager with a graph of torch-level calls, told by their names."""
+    notes, calls = (
+        [],
+        [(node, call_name(node)) for node in graph.nodes if node.op in ("call_function", "call_method")],
+    )
+    if not torch._inductor.config.fallback_random and any(samples(name) for _, name in calls):
+        notes.append(OTHER_NUMBERS)
+    made = [f"%{node.name}" for node, name in calls if f"aten::{name}" in EMPTY]
+    if made:
+        notes.append(f"uninitialised memory: {', '.join(made)}; where its values go is not followed in this graph")
+    return notes
+
+
+def call_name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def samples(name: str) -> bool:
+    """Whether the operator of that name draws random numbers in one of its forms."""
+    packet = getattr(aten, name, None) if name else None
+    forms = [getattr(packet, form) for form in packet.overloads()] if hasattr(packet, "overloads") else []
+    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
 
 
 def fake_mode_of(sources: Sequence[Node]) -> Any:

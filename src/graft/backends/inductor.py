@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,7 @@ from graft.memory.inductor_fix.functionalization import inductor_options
 # A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
 FUSION_PASS = "post_grad_custom_pre_pass"
 aten = torch.ops.aten
+OTHER_NUMBERS = "inductor: it samples other random numbers than eager for the same seed"
 # their schemas deny that the parts are views
 UNSAFE_SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default)
 
@@ -63,7 +65,7 @@ def unlike_eager(graph: Graph) -> list[str]:
     """What Inductor's code does otherwise than the operators do, for the report."""
     notes = []
     if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(graph))):
-        notes.append("inductor: it samples other random numbers than eager for the same seed")
+        notes.append(OTHER_NUMBERS)
     for node in all_nodes(graph):
         if is_op(node, *UNSAFE_SPLITS):
             notes.append(f"inductor: {where(node)} gives parts in memory of their own, where eager gives views")
@@ -135,8 +137,15 @@ def refuse_named_kernels(kernels: Mapping[str, str] | None) -> None:
 
 
 def trust_instruction_sets() -> None:
-    """Inductor tries out each instruction set in a subprocess, up to 20 s; the sets it names are trusted instead."""
+    """Inductor tries out each instruction set in a subprocess, up to 20 s; the sets it names are trusted instead.
+
+    The variable is read when Inductor's configuration is imported, so that one that is there already is told as well;
+    it is part of the caches' keys, and another process would look for other ones.
+    """
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None and os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1" and config.cpp.vec_isa_ok is None:
+        config.cpp.vec_isa_ok = True
 
 
 def inductor_settings() -> dict[str, Any]:
@@ -275,10 +284,15 @@ def refuse_recompiles() -> Iterator[None]:
             raise Recompiled(str(error)) from error
 
 
-def post_grad_backend(options: Mapping[str, Any], see: Callable[[str, GraphModule], None]) -> Callable[..., Any]:
+def post_grad_backend(
+    options: Mapping[str, Any],
+    see: Callable[[str, GraphModule], None],
+    stand_in: Callable[[GraphModule], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
     """A backend that goes through Inductor's FX passes and stops before it generates code; the last graph runs.
 
-    see: called with ("before", graph) and ("after", graph), around the post-grad passes.
+    see: called with ("before", graph) and ("after", graph), around the post-grad passes. stand_in: makes of the graph
+    as it comes what runs instead.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.utils import detect_fake_mode
@@ -289,6 +303,7 @@ def post_grad_backend(options: Mapping[str, Any], see: Callable[[str, GraphModul
     from torch._inductor.virtualized import V
 
     def lower(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        instead = stand_in(gm) if stand_in is not None else None
         with V.set_fake_mode(detect_fake_mode(inputs)), torch._inductor.config.patch(dict(options)):
             joint_graph_passes(gm)
             view_to_reshape(gm)
@@ -296,7 +311,7 @@ def post_grad_backend(options: Mapping[str, Any], see: Callable[[str, GraphModul
             post_grad_passes(gm, True)
             see("after", gm)
         gm.recompile()
-        return make_boxed_func(gm.forward)
+        return make_boxed_func(instead or gm.forward)
 
     return aot_autograd(
         fw_compiler=lower,

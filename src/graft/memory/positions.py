@@ -170,6 +170,27 @@ def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
     return PositionChecks(small, tuple(check for _, check in found.values()), tuple(dict.fromkeys(unchecked)))
 
 
+def position_inputs(gm: GraphModule) -> list[Node]:
+    """The inputs by whose values the module's own buffers are written: `at` of `cache.index_copy_(0, at, x)`.
+
+    Sizes of an input are no values of it: a program that counts for itself how far it has come has none.
+    """
+    found: dict[Node, None] = {}
+    for write in state_writes(gm):
+        firsts = [site.first for site in sites(write) if isinstance(site.first, Node)]
+        waiting = firsts if write.owner.op == "get_attr" else []
+        seen: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or is_op(node, *SIZES):
+                continue
+            seen.add(node)
+            if node.op == "placeholder":
+                found[node] = None
+            waiting.extend(node.all_input_nodes)
+    return list(found)
+
+
 def views(node: Node, owner: Node) -> set[Node]:
     """The views that lead from the owner of a memory to `node`."""
     found = {owner}

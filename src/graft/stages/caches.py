@@ -14,7 +14,7 @@ import torch._inductor.config
 
 from graft.backends.inductor_caches import without_caches
 from graft.stages.needs import missing, swapped
-from graft.stages.story import CacheLookup, CacheStage
+from graft.stages.story import CacheLookup, CacheStage, FreshProcess
 from graft.stages.trace import TraceCollector, TraceRow
 
 NEEDS = (
@@ -80,6 +80,10 @@ def read_lookup(row: TraceRow) -> CacheLookup:
 
 
 def cache_stage(
-    trace: TraceCollector, again: TraceCollector | None, seconds: tuple[float, float], size: int
+    trace: TraceCollector,
+    again: TraceCollector | None,
+    seconds: tuple[float, float],
+    size: int,
+    fresh: FreshProcess | None = None,
 ) -> CacheStage:
-    return CacheStage(switched_off(), lookups(trace), lookups(again) if again else (), seconds, size)
+    return CacheStage(switched_off(), lookups(trace), lookups(again) if again else (), seconds, size, fresh)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch._dynamo.output_graph
 
 from graft.stages.graphs import code_lines, record_graph
-from graft.stages.needs import Reached, swapped
-from graft.stages.story import DynamoStage, GraphBreak, GuardGroup, Recompilation, StageGraph, SymbolRecord
+from graft.stages.guards import NEEDS as GUARDS
+from graft.stages.guards import SeenGuards, dearest, guard_groups, watch_guards
+from graft.stages.needs import Reached, missing, swapped
+from graft.stages.story import DynamoStage, GraphBreak, Recompilation, StageGraph, SymbolRecord
 from graft.stages.trace import TraceCollector, current_graph, stack_line
 
 NEEDS = ("torch._dynamo.output_graph:OutputGraph.call_user_compiler", "torch._dynamo.exc:Unsupported")
@@ -27,6 +29,7 @@ class SeenDynamo:
     graphs: list[StageGraph] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+    guards: SeenGuards = field(default_factory=SeenGuards)
 
 
 class LimitHandler(logging.Handler):
@@ -59,8 +62,9 @@ def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
 
     handler, logger = LimitHandler(seen), logging.getLogger("torch._dynamo.convert_frame")
     logger.addHandler(handler)
+    costs = nullcontext() if missing(GUARDS) else watch_guards(seen.guards)
     try:
-        with swapped(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", make):
+        with swapped(torch._dynamo.output_graph.OutputGraph, "call_user_compiler", make), costs:
             yield
     finally:
         logger.removeHandler(handler)
@@ -81,8 +85,10 @@ def dynamo_stage(seen: SeenDynamo, trace: TraceCollector, calls: Sequence[Mappin
     return DynamoStage(
         graphs=tuple(seen.graphs),
         breaks=tuple(dict.fromkeys(read_break(r.graph, r.payload) for r in trace.of("dynamo_graph_break_reason"))),
-        guards=tuple(g for row in trace.of("dynamo_cpp_guards_str") for g in read_guards(row.graph, row.payload)),
+        guards=guard_groups(seen.guards, trace),
+        dearest=dearest(seen.guards),
         guard_us=latency,
+        guard_warm_us={graph: round(us, 3) for graph, us in seen.guards.warm.items()},
         recompilations=read_recompilations(trace, calls),
         symbols=read_symbols(trace),
         notes=tuple(dict.fromkeys(seen.limits)),
@@ -101,16 +107,6 @@ def read_break(graph: str, text: str) -> GraphBreak:
     reason = before[-1 if explanation else 0] if before else "unknown"
     where = line[1].rsplit("/", 1)[-1] if line else ""
     return GraphBreak(graph, where, reason, explanation[1].strip() if explanation else "", hints)
-
-
-def read_guards(graph: str, text: str) -> list[GuardGroup]:
-    """Of the guard tree: `| | +- TENSOR_MATCH: check_tensor(L['x'], …)`."""
-    found: dict[str, list[str]] = {}
-    for kind, rest in re.findall(r"\+- ([A-Z][A-Z_]+): (.*)", text):
-        source = re.search(r"[LG]\[[^\]]*\][^\s,()]*", rest)
-        found.setdefault(kind, []).append(source[0] if source else rest.split("#")[0].strip()[:60])
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
-    return [GuardGroup(graph, kind, len(on), tuple(dict.fromkeys(on))[:8]) for kind, on in ordered]
 
 
 def read_recompilations(trace: TraceCollector, calls: Sequence[Mapping[str, Any]]) -> tuple[Recompilation, ...]:

@@ -77,8 +77,9 @@ def watch_graphs(seen: list[RunnableGraph]) -> Iterator[None]:
 
 
 def noting(raw: Any, written: tuple[int, ...], seen: list[RunnableGraph]) -> Callable[..., Any]:
-    runner = getattr(raw, "__self__", None)  # its partitions are what CUDA graphs are put around
-    kept = RunnableGraph(current_graph(), raw, list(getattr(runner, "partitions", ())), written)
+    partitions = getattr(getattr(raw, "__self__", None), "partitions", ())  # what CUDA graphs are put around
+    bare = [raw.__globals__.get(f"partition_{number}", one) for number, one in enumerate(partitions)]
+    kept = RunnableGraph(current_graph(), raw, bare, written)
 
     def call(args: list[Any]) -> Any:
         if not kept.args:

@@ -45,12 +45,25 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class GuardGroup:
-    """Guards of one kind in one compilation: `TENSOR_MATCH`, how many, on what."""
+    """Guards of one kind in one compilation: `TENSOR_MATCH`, how many, on what. us: what `timed` of them cost."""
 
     graph: str
     kind: str
     count: int
     on: tuple[str, ...] = ()
+    us: float = 0.0
+    timed: int = 0
+
+
+@dataclass(frozen=True)
+class GuardCost:
+    """What one guard costs of a check of all, the way to the value that it is about (`on`) included: divided in
+    proportion to the times of each alone. None: it compares several values, or its value could not be found again."""
+
+    graph: str
+    kind: str
+    on: str
+    us: float | None
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,9 @@ class DynamoStage:
     graphs: tuple[StageGraph, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     guards: tuple[GuardGroup, ...] = ()
-    guard_us: Mapping[str, float] = field(default_factory=dict)  # one check of all guards, by graph
+    dearest: tuple[GuardCost, ...] = ()  # of each graph the guards that cost most
+    guard_us: Mapping[str, float] = field(default_factory=dict)  # one check of all guards, nothing in the cache
+    guard_warm_us: Mapping[str, float] = field(default_factory=dict)  # the same, as in one call after the other
     recompilations: tuple[Recompilation, ...] = ()
     symbols: tuple[SymbolRecord, ...] = ()
     notes: tuple[str, ...] = ()
@@ -292,6 +307,20 @@ class CacheLookup:
 
 
 @dataclass(frozen=True)
+class FreshProcess:
+    """The first call in another process with empty caches and the cache artifacts of this one (`bytes` of them).
+
+    seconds: of that call. differs: in what its results were others. problem: why there are none.
+    """
+
+    lookups: tuple[CacheLookup, ...] = ()
+    seconds: float = 0.0
+    bytes: int = 0
+    differs: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class CacheStage:
     """again: the same first call after all was forgotten, which comes out of the cache if it can."""
 
@@ -300,6 +329,7 @@ class CacheStage:
     again: tuple[CacheLookup, ...] = ()
     seconds: tuple[float, float] = (0.0, 0.0)  # the first call, and that again
     bytes: int = 0  # of what the caches hold now
+    fresh: FreshProcess | None = None  # where it was asked for
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
 from graft.api.torch_compile import Backend
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
+from graft.backends.inductor_caches import only_new_artifacts, save_cache_artifacts
 from graft.base.errors import GraftError
 from graft.base.files import folder_bytes
 from graft.passes.report import Report
@@ -25,12 +27,15 @@ from graft.stages.launches import measure_graphs
 from graft.stages.needs import missing
 from graft.stages.runtime import NEEDS as RUNTIME
 from graft.stages.runtime import RunnableGraph, watch_graphs
-from graft.stages.story import Story, StoryEnd
+from graft.stages.story import FreshProcess, Story, StoryEnd
 from graft.stages.trace import NEEDS as TRACE
 from graft.stages.trace import tracing_rows
 from graft.stages.watch import StageWatch, missing_names, watching
 
 BackendName = Literal["inductor", "graft", "eager"]
+Elsewhere = Callable[
+    [bytes, Callable[..., Any], tuple[Any, ...], Any], FreshProcess
+]  # artifacts, first call, its result
 
 
 def tell_story(
@@ -45,16 +50,17 @@ def tell_story(
     gradients: bool = False,
     whole: bool = True,
     values: bool = False,
+    elsewhere: Elsewhere | None = None,
 ) -> Story:
     """Compiles `function` and makes each of `calls`, on copies of their arguments.
 
     backend: eager shows stage 1 alone, in a fraction of the time. whole: also the graph before ops are taken apart
     (one more trace), and the first call once more out of the cache, with each kernel of it timed alone. values: also
-    what every launch of that call wrote.
+    what every launch of that call wrote. elsewhere: makes the first call in a fresh process with the artifacts.
     """
     trust_instruction_sets()
-    made = Backend() if backend == "graft" else None
-    settings = compile_settings(made or backend, dynamic, mode, options)
+    made = story_backend(backend)
+    settings = compile_settings(made, dynamic, mode, options)
     named = [by_name(function, args) for args in calls]
     name = target or getattr(function, "__name__", type(function).__name__)
     if problem := missing(TRACE):  # without the trace there is nothing to tell
@@ -63,12 +69,15 @@ def tell_story(
     end: StoryEnd | None = None
     reset_compiler()
     try:
-        with own_caches() as home, grad_mode(gradients):
+        with own_caches() as home, grad_mode(gradients), only_new_artifacts():
             with watching(home) as watch:
-                end = make_calls(watch, function, calls, settings)
-            reports: Sequence[Report] = tuple(made.reports) if made is not None else ()
+                end = make_calls(watch, function, calls, settings, keep=elsewhere is not None)
+            reports: Sequence[Report] = tuple(made.reports) if isinstance(made, Backend) else ()
+            content = save_cache_artifacts() if elsewhere is not None and end is None and backend != "eager" else None
             if whole and end is None and backend != "eager":
                 more_of_it(watch, function, calls[0], settings, dynamic, values)
+            if elsewhere is not None and content is not None:
+                watch.fresh = elsewhere(content, function, calls[0], watch.result)
             story = watch.story(
                 name,
                 backend=backend, device=device_of(function, calls), calls=named, reports=reports, end=end,
@@ -76,6 +85,10 @@ def tell_story(
     finally:
         reset_compiler()
     return with_problems(story)
+
+
+def story_backend(name: str) -> Backend | str:
+    return Backend() if name == "graft" else name
 
 
 def compile_settings(
@@ -94,19 +107,31 @@ def grad_mode(gradients: bool) -> AbstractContextManager[Any]:
 
 
 def make_calls(
-    watch: StageWatch, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], settings: Mapping[str, Any]
+    watch: StageWatch,
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    settings: Mapping[str, Any],
+    *,
+    keep: bool = False,
 ) -> StoryEnd | None:
-    """Where and why it ended before the last call, or None."""
+    """Where and why it ended before the last call, or None. keep: the result of the first, for a comparison."""
     compiled = torch.compile(function, **settings)
     started = time.perf_counter()
     for index, args in enumerate(calls):
         try:
-            compiled(*copy.deepcopy(args))
+            result = compiled(*copy.deepcopy(args))
         except Exception as error:  # noqa: BLE001  whatever a program raises ends its story, and is told there
             return ended(watch, error, index)
         if index == 0:
             watch.seconds = (time.perf_counter() - started, 0.0)
+            watch.result = detached(result) if keep else None
+        del result  # a CUDA graph's next replay takes its memory
     return None
+
+
+def detached(result: Any) -> Any:
+    """Copies of its tensors on the CPU: those of a CUDA graph change with the next replay."""
+    return pytree.tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one, result)
 
 
 def ended(watch: StageWatch, error: Exception, index: int) -> StoryEnd:

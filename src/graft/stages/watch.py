@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from graft.passes.report import Report
-from graft.stages import caches, dynamo, functional, kernels, launches, post_grad, runtime, scheduling, trace
+from graft.stages import caches, dynamo, functional, guards, kernels, launches, post_grad, runtime, scheduling, trace
 from graft.stages.needs import Reached, missing, version_note
-from graft.stages.story import STAGES, CopyRecord, Story, StoryEnd, ValueRecord
+from graft.stages.story import STAGES, CopyRecord, FreshProcess, Story, StoryEnd, ValueRecord
 
 ADAPTERS = {
     "dynamo": dynamo.NEEDS,
@@ -23,6 +23,7 @@ ADAPTERS = {
     "kernels": kernels.NEEDS,
     "runtime": runtime.NEEDS,
     "caches": caches.NEEDS,
+    "guards": guards.NEEDS,
     "trace": trace.NEEDS,
 }
 
@@ -43,6 +44,8 @@ class StageWatch:
     again: trace.TraceCollector | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
     kept_bytes: int = 0
+    result: Any = None  # of the first call, where it is to be compared
+    fresh: FreshProcess | None = None
     measured: Mapping[tuple[str, str], launches.MeasuredKernel] = field(default_factory=dict)
     values: tuple[ValueRecord, ...] = ()
 
@@ -74,7 +77,7 @@ class StageWatch:
             scheduling=scheduling.scheduling_stage(self.scheduling, last, writes, by_node),
             kernels=code,
             runtime=runtime.runtime_stage(self.runtime, self.trace, self.values),
-            caches=caches.cache_stage(self.trace, self.again, self.seconds, self.kept_bytes),
+            caches=caches.cache_stage(self.trace, self.again, self.seconds, self.kept_bytes, self.fresh),
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import graft
 from graft.api.artifact import Artifact, SavedGraph, read_artifact, save, write_artifact
 from graft.api.artifact.format import FORMAT, MANIFEST, checksum, file_names
-from graft.base.errors import ArtifactError, DiskFull, DumpError
+from graft.base.errors import ArtifactError, CaptureError, DiskFull, DumpError
 from graft.base.files import atomic_folder
 from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.program.signature import Signature
@@ -254,7 +254,8 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
         def forward(self, x):
             return x + torch.rand(2, generator=self.generator)
 
-    with pytest.raises(ArtifactError, match=r"cannot be written: %.* reads self\..*, which is not a tensor"):
+    refused = r"cannot be written: %.* reads self\..*, which is not a tensor|not capture .*Generator"  # torch 2.11's
+    with pytest.raises((ArtifactError, CaptureError), match=refused):
         write_artifact(tmp_path / "b", artifact_of(Samples(), (torch.ones(2),)))
     gm = export_graph(Counter(), (torch.ones(3),))
     gm.register_buffer("bytes", gm.weight.detach().view(torch.int32)[:2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from op_parity import DEFECTS, DTYPES, Outcome, Sample, database, observe, outcome_of, stored, tried
+import graft
+from op_parity import DEFECTS, DTYPES, TOLD, Outcome, Sample, database, observe, outcome_of, stored, tried
 from op_parity_page import table
 
 SHARDS = 12
@@ -90,6 +92,32 @@ def test_sixteen_bits_may_be_rounded_once_and_not_be_wrong(factor, outcome, monk
 def test_parts_that_inductor_copies_are_told(route):
     found, why = tried(sample(torch.unsafe_split, torch.randn(4, 3), split_size=2), route)
     assert found == "told" and "%unsafe_split" in why and "memory of their own" in why
+
+
+@pytest.mark.parametrize(
+    ("program", "notes"),
+    [
+        (lambda: torch.randn(4), ["it samples other random numbers"]),  # a graph without inputs is not transformed
+        (lambda: torch.empty(4).fill_(1) * 2, ["uninitialised memory: %"]),
+        (lambda x: x.new_empty(4), ["uninitialised memory: result 0 holds values of %new_empty"]),
+        (lambda x: torch.nn.functional.dropout(x, 0.5), ["it samples other random numbers"]),
+        (lambda x: x.sin(), []),
+    ],
+)
+def test_what_torch_compile_does_otherwise_is_in_the_report(program, notes):
+    backend, inputs = graft.Backend(), [torch.randn(4)] * len(inspect.signature(program).parameters)
+    torch._dynamo.reset()
+    torch.compile(program, backend=backend)(*inputs)
+    said = [note for note in backend.reports[0].notes if any(word in note for word in TOLD)]
+    assert len(said) == len(notes) and all(text in note for text, note in zip(notes, said, strict=True)), said
+
+
+@pytest.mark.parametrize("route", ["eager", "inductor"])
+@pytest.mark.parametrize(("given", "mask"), [((1, 3), (4, 3)), ((), (5,)), ((4, 1), (1, 3)), ((4, 3), (3,))])
+def test_a_mask_may_be_larger_than_what_it_selects_from(route, given, mask):
+    everything = torch.ones(mask, dtype=torch.bool)
+    assert tried(sample(torch.masked_select, torch.randn(given), everything), route) == ("same", "")
+    assert tried(sample(torch.Tensor.masked_select, torch.randn(given), everything), "eager") == ("same", "")
 
 
 @pytest.fixture(scope="module")

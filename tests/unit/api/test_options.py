@@ -187,4 +187,4 @@ def test_a_chain_takes_the_passes_that_inductor_takes(hook):
     chain = ChainedPass([aware, ChainedPass([aware])])
     aware.told.clear()
     chain("graph", is_inference=True)
-    assert aware.told == [True, True]
+    assert aware.told == ([True, True] if VERSION >= (2, 13) else [None, None])  # torch 2.11 knows no such passes

@@ -72,6 +72,54 @@ def test_another_sequence_begins_anew():
     assert compiled.steps == 1
 
 
+def test_the_input_is_found_and_told():
+    by_position = graft.compile(Decoder(), (ROW, torch.tensor([1])), restart="auto")
+    told = "restart: the program's state begins anew before a call whose position starts at 0"
+    assert told in by_position.report.notes
+    for _ in range(2):
+        torch.testing.assert_close(decoded(by_position), decoded(Decoder()), rtol=0, atol=0)
+    by_name = graft.compile(Counted(), (ROW, torch.tensor(7)), restart="auto")  # its own counter says where it writes
+    assert any("whose sequence is another one" in note for note in by_name.report.notes)
+    for sequence in (7, 8):
+        reference = Counted()
+        for _ in range(3):
+            given = ROW, torch.tensor(sequence)
+            torch.testing.assert_close(by_name(*given), reference(*given), rtol=0, atol=0)
+
+
+class Sliced(nn.Module):
+    """The position is a slice's, in one of two inputs, or in none: its own count of what came."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(8, 2))
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, ids, first=None, second=None):
+        at = torch.arange(ids.shape[0]) + (self.seen if first is None else first)
+        if second is not None:
+            at = at + second
+        self.cache.index_copy_(0, at, ids[:, None].expand(-1, 2).float())
+        self.seen += ids.shape[0]
+        return self.cache * 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), r"restart='auto' found no input .*\(sequence, .*name one: restart=\{'INPUT': 0\}"),
+        ((torch.tensor([1]), torch.tensor([2])), r"found first and second; name one: restart=\{'first': 0\}"),
+    ],
+)
+def test_an_input_that_is_not_the_only_one_is_not_guessed(more, message):
+    ids = torch.tensor([5, 6])
+    with pytest.raises(UsageError, match=message):
+        graft.compile(Sliced(), (ids, *more), restart="auto")
+    one = graft.compile(Sliced(), (ids, torch.tensor([1])), restart="auto")
+    one(ids, torch.tensor([2]))
+    assert one(ids, torch.tensor([0]))[2:].abs().sum() == 0 and one.seen == 2
+
+
 def test_a_loaded_module_knows_which_sequence_it_was_in(tmp_path):
     compiled = graft.compile(Counted(), (ROW, torch.tensor(7)), restart={"sequence": "changed"})
     compiled(ROW, torch.tensor(7))

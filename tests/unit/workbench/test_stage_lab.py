@@ -164,6 +164,19 @@ def test_commands_answer_from_a_folder(folder):
     assert {"graphs", "kernels"} <= names and open_story(folder) == step()
 
 
+def test_runs_of_two_versions_of_torch_are_compared():
+    """The keys of another torch have other parts throughout: that is one line."""
+    mine, lookup = step(), step().caches.lookups[0]
+    theirs = replace(lookup, components={f"part{index}": "abc" for index in range(300)})
+    guards = replace(mine.dynamo, guards=mine.dynamo.guards[1:])
+    other = replace(mine, torch="2.11.0", dynamo=guards, caches=replace(mine.caches, lookups=(theirs,)))
+    found = diff_stories(other, mine)
+    told = [line.text for line in diff_lines(found, unfold=True)]
+    assert found.first == 1 and "  - key torch: 2.11.0" in told
+    assert f"  + guard {mine.dynamo.guards[0].kind}  × {mine.dynamo.guards[0].count}" in told
+    assert not any("part7" in line or "example_inputs" in line for line in told)
+
+
 def test_a_function_in_a_file_is_told():
     output = run(f"{FILE_OF}:printed", "--backend", "eager")
     assert "break at stage_programs.py:" in output and "2 graph" not in output.splitlines()[0]

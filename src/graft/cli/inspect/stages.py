@@ -65,6 +65,12 @@ def show(
     values: Annotated[
         bool, typer.Option("--values", help="Also what every launch wrote: least, largest, mean, not finite.")
     ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh/--no-fresh", help="Make the first call in a fresh process, too, which has this one's artifacts."
+        ),
+    ] = True,
     buckets: Annotated[
         str, typer.Option(help="Compile in pieces for these sizes (tokens of a model): 1,8,64.", metavar="SIZES")
     ] = "",
@@ -90,7 +96,8 @@ def show(
         unused = {"--stage": stage, "-o": output, "--values": values, "--mode": mode}
         show_buckets(target, buckets, split_at, backend, dynamic, given, dtype, device, unused, as_json)
         return
-    story = story_of(target, backend, dynamic, mode, given, tokens, dtype, device, values)
+    shown = fresh and (stage in (None, 7) or output is not None)
+    story = story_of(target, backend, dynamic, mode, given, tokens, dtype, device, values=values, fresh=shown)
     if output is not None:
         save_story(story, output)
     if as_json:
@@ -148,7 +155,7 @@ def check_dynamic(dynamic: str) -> None:
 
 def story_of(
     target: str, backend: str = "inductor", dynamic: str = "auto", mode: str = "", options: list[str] | None = None,
-    tokens: str = "8", dtype: str = "auto", device: str = "auto", values: bool = False,
+    tokens: str = "8", dtype: str = "auto", device: str = "auto", *, values: bool = False, fresh: bool = False,
 ) -> Story:  # fmt: skip
     from graft.workbench.stages.saved import is_story, open_story
 
@@ -160,15 +167,17 @@ def story_of(
     from graft.cli.show import progress_bar
     from graft.stages.tell import tell_story
     from graft.workbench.discover.sources import read_tokens
+    from graft.workbench.stages.fresh import FreshRun
     from graft.workbench.stages.targets import find_target
 
-    given = read_options(options or [])
+    given, counts = read_options(options or []), read_tokens(tokens)
+    again = FreshRun(target, list(counts), dtype, device, backend, DYNAMIC[dynamic], mode or None, given)
     with progress_bar() as progress:
-        found = find_target(target, read_tokens(tokens), progress, dtype=dtype, device=device)
+        found = find_target(target, counts, progress, dtype=dtype, device=device)
         progress("compiling with every stage watched", 0, 1)
         return tell_story(
             found.function, found.calls, target=found.name, backend=backend, dynamic=DYNAMIC[dynamic],  # pyrefly: ignore
-            mode=mode or None, options=given, values=values,
+            mode=mode or None, options=given, values=values, elsewhere=again if fresh else None,
         )  # fmt: skip
 
 

@@ -5,6 +5,8 @@
 
 The same for a number that varies (`Dim.DYNAMIC` for an int), which torch would fix: it becomes a `select`.
 Slice bounds that are 0-d tensors (`cache[:, :, pos : pos + 1] = x`) are read with `item()`: a size known at run time.
+`masked_select(x, mask)` with a mask that is larger than `x` selects from `x` expanded: torch takes the number of
+elements of `x` for the most that there can be, and a graph asserts that.
 """
 
 from __future__ import annotations
@@ -48,9 +50,12 @@ class TensorPositions(TorchFunctionMode):
             varies = any(is_scalar_index(item) or isinstance(item, torch.SymInt) for item in items)
             if varies and not mixed(items):
                 return write_at(target, items, value)
+        if func in MASKED and len(args) == 2:
+            args = (expanded(*args), args[1])
         return func(*args, **(kwargs or {}))
 
 
+MASKED = (torch.masked_select, Tensor.masked_select)
 LAYOUT = (Tensor.contiguous, Tensor.is_contiguous)
 MODES = ("non_strict_utils.py", "proxy_tensor.py", "overrides.py")  # what torch puts between a program and this mode
 
@@ -61,6 +66,16 @@ def asked_by_program() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(MODES):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(TORCH)
+
+
+def expanded(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` in the sizes that the mask has in dims where `x` has none, or one element; other sizes are left alone."""
+    mine = [1] * (mask.dim() - x.dim()) + list(x.shape)
+    theirs = [1] * (x.dim() - mask.dim()) + list(mask.shape)
+    pairs = zip(mine, theirs, strict=True)
+    sizes = [other if isinstance(size, int) and size == 1 else size for size, other in pairs]
+    grows = any(new is not old for new, old in zip(sizes, mine, strict=True))
+    return x.expand(sizes) if grows or len(sizes) > x.dim() else x
 
 
 def bounds_in_tensors(item: slice) -> bool:

@@ -186,12 +186,13 @@ def add_ends(made: Columns, story: Story, graph: str, kernels: Sequence[int]) ->
     ran = [made.add(6, graph, name, text=text) for name, text in runs]
     for number in ran:
         made.link(kernels, number)
-    for again, lookups in ((False, story.caches.lookups), (True, story.caches.again)):
+    fresh = story.caches.fresh.lookups if story.caches.fresh else ()
+    times = (("", story.caches.lookups), (", again", story.caches.again), (", in a fresh process", fresh))
+    for word, lookups in times:
         for one in lookups:
             if one.graph == graph:
                 more = tuple((name, text) for name, text in one.components.items())
-                name = f"{one.cache}, again" if again else one.cache
-                made.link(ran or kernels, made.add(7, graph, name, text=lookup_text(one), more=more))
+                made.link(ran or kernels, made.add(7, graph, f"{one.cache}{word}", text=lookup_text(one), more=more))
 
 
 def lookup_text(one: Any) -> str:

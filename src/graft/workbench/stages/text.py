@@ -7,7 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from graft.stages.story import STAGES, CacheLookup, KernelRecord, PassRun, StageGraph, Story, ValueRecord
+from graft.stages.story import (
+    STAGES,
+    CacheLookup,
+    DynamoStage,
+    FreshProcess,
+    GuardGroup,
+    KernelRecord,
+    PassRun,
+    StageGraph,
+    Story,
+    ValueRecord,
+)
 from graft.workbench.diff_text import StyledLine
 
 TITLES = (
@@ -77,10 +88,7 @@ def dynamo_lines(story: Story) -> list[str]:
         "no graph breaks"
     ]
     for graph in dict.fromkeys(group.graph for group in stage.guards):
-        groups = [group for group in stage.guards if group.graph == graph]
-        cost = f", {stage.guard_us[graph]:.0f} µs to check" if graph in stage.guard_us else ""
-        kinds = counts({group.kind: group.count for group in groups})
-        lines.append(f"guards of {graph}: {sum(group.count for group in groups)}{cost}: {kinds}")
+        lines += guard_lines(stage, graph)
     for one in stage.recompilations:
         values = f" (expected {one.expected}, got {one.actual or 'another value'})" if one.expected else ""
         at = f" at {one.line}" if one.line else ""
@@ -91,6 +99,25 @@ def dynamo_lines(story: Story) -> list[str]:
         fixed = f", specialised to {one.fixed_to} by {one.fixed_by or 'a guard'}" if one.fixed_to else ""
         lines.append(f"{one.graph} {one.symbol} = {one.source} (here {one.value}, {one.range}){fixed}")
     return [*lines, *stage.notes]
+
+
+def guard_lines(stage: DynamoStage, graph: str) -> list[str]:
+    """How many, what a check of all costs, the kinds by cost, and the dearest ones."""
+    groups = sorted((one for one in stage.guards if one.graph == graph), key=lambda one: (-one.us, -one.count))
+    cold, warm = stage.guard_us.get(graph), stage.guard_warm_us.get(graph)
+    cost = f", {warm:.1f} µs to check" if warm is not None else ""
+    cost += f" ({cold:.0f} with nothing in the cache)" if cold else ""
+    kinds = [f"{one.kind}{f' × {one.count}' if one.count > 1 else ''}{microseconds(one)}" for one in groups]
+    dear = [f"{one.kind} on {one.on} {one.us:.2f} µs" for one in stage.dearest if one.graph == graph]
+    lines = [f"guards of {graph}: {sum(one.count for one in groups)}{cost}: {', '.join(cut(kinds, 6))}"]
+    return [*lines, *([f"  dearest: {', '.join(dear[:3])}"] if dear else [])]
+
+
+def microseconds(group: GuardGroup) -> str:
+    """` 0.31 µs`, and of how many, where not all were timed."""
+    if not group.timed:
+        return ""
+    return f" {group.us:.2f} µs" + (f" ({group.timed} timed)" if group.timed < group.count else "")
 
 
 def functional_lines(story: Story) -> list[str]:
@@ -217,7 +244,16 @@ def cache_lines(story: Story) -> list[str]:
         lines += [f"again {lookup_line(one)}" for one in stage.again]
         first, second = stage.seconds
         lines.append(f"first call {first:.2f} s, again {second:.2f} s; the caches hold {bytes_text(stage.bytes)}")
-    return cut(lines, 2 * MOST)
+    return [*cut(lines, 2 * MOST), *(fresh_lines(stage.fresh, stage.seconds[0]) if stage.fresh else [])]
+
+
+def fresh_lines(fresh: FreshProcess, first: float) -> list[str]:
+    if fresh.problem:
+        return [f"fresh process with {bytes_text(fresh.bytes)} of artifacts: {fresh.problem}"]
+    found = counts(Counter(f"{one.cache} {one.outcome}" for one in fresh.lookups)) or "nothing looked up"
+    told = fresh.differs or "the same results"
+    saved = f"{fresh.seconds:.2f} s, {first - fresh.seconds:.2f} s less than the first call"
+    return [f"fresh process with {bytes_text(fresh.bytes)} of artifacts: {found}; {saved}; {told}"]
 
 
 def lookup_line(one: CacheLookup) -> str:
