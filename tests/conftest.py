@@ -12,7 +12,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -52,10 +52,6 @@ OWN_ENGINES = "" if os.environ.get("GRAFT_ENGINE_CACHE_DIR") else tempfile.mkdte
 os.environ["GRAFT_ENGINE_CACHE_DIR"] = OWN_ENGINES or os.environ["GRAFT_ENGINE_CACHE_DIR"]
 OWN_BUILDS = "" if os.environ.get("GRAFT_TEST_BUILDS") else tempfile.mkdtemp(prefix="graft-native-test-")
 os.environ["GRAFT_TEST_BUILDS"] = OWN_BUILDS or os.environ["GRAFT_TEST_BUILDS"]
-if not FULL:
-    # what fake tensors gave is kept for calls that come again: in a model of two layers few do, and a capture takes
-    # 2.3 core-seconds without, 3.3 with it; the graphs are the same
-    os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU's instruction sets are not tried out in each process
 # native code is kept from run to run, also where a test has a cache of its own: its name has all that it depends on
 os.environ.setdefault("GRAFT_NATIVE_CACHE_DIR", os.path.expanduser("~/.cache/graft/native-tests"))
@@ -95,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     transformers.utils.logging.disable_progress_bar()
     if not FULL:
         sweep_tiles()
+        forget_open_sizes()
     transformers.utils.logging.set_verbosity_error()
 
 
@@ -104,6 +101,21 @@ def sweep_tiles() -> None:
     from graft.passes.numeric import sizes
 
     sizes.SWEEP = [n for n in sizes.SWEEP if n < 5 or any(abs(n - tile) < 2 for tile in (8, 16, 32, 64, 128))]
+
+
+def forget_open_sizes() -> None:
+    """What fake tensors of open sizes gave is not kept for the call that comes again: in a model of two layers few do,
+    and a capture takes 2.3 core-seconds without, 3.3 with it. The long run keeps it; the graphs are the same."""
+    from torch._subclasses import FakeTensorMode
+
+    made = FakeTensorMode.__init__
+
+    @wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.cache_enabled = self.cache_enabled and self.shape_env is None
+
+    FakeTensorMode.__init__ = init  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
