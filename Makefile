@@ -61,13 +61,16 @@ bench: $(READY)
 setup: $(READY)
 	@echo "ready: . $(BIN)/activate"
 
-# torch is installed first and from the pinned version: a range would take gigabytes of CUDA packages
+# torch is installed first and from the pinned version: a range would take gigabytes of CUDA packages; bytecode is
+# written by all cores in the end: pip would take 45 seconds over it, on one
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 $(READY): pyproject.toml constraints.txt
 	@echo "a virtual environment in $(VENV), with torch and graft: some minutes where nothing is cached" >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,serve]"
+	$(INSTALL) torch
+	$(INSTALL) hatchling editables
+	$(INSTALL) --no-build-isolation -e ".[dev,serve]"
+	$(BIN)/python -c "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 	touch $(READY)
 
 $(VENV)/.docs: $(READY) docs/constraints.txt

@@ -46,10 +46,13 @@ def golden(family: str, route: str) -> str:
 
 
 def renumbered(text: str) -> str:
-    """Symbols in the order in which they appear: torch counts on from whatever the process has captured before."""
-    seen = dict.fromkeys(re.findall(r"\bs\d+\b", text))
-    numbers = {name: f"s{index}" for index, name in enumerate(seen)}
-    return re.sub(r"\bs\d+\b", lambda found: numbers[found[0]], text)
+    """Symbols and reads of sizes in the order in which they appear: torch counts symbols on from whatever the process
+    has captured before, and reads of sizes with those that nothing uses in the end."""
+    for names, numbered in ((r"\bs\d+\b", "s{}"), (r"\bsym_size_int(?:_\d+)?\b", "sym_size_int_{}")):
+        seen = dict.fromkeys(re.findall(names, text))
+        numbers = {name: numbered.format(index) for index, name in enumerate(seen)}
+        text = re.sub(names, lambda found, numbers=numbers: numbers[found[0]], text)
+    return text
 
 
 def report_text(report: Report) -> str:

@@ -2,7 +2,7 @@
 
 A process that begins from nothing takes 6 to 10 seconds until both are there; a forked one begins at once, imports
 graft from its own PYTHONPATH, and ends as any interpreter does (threads, atexit, exit status). What torch reads from
-the environment while it is imported is that of the test run.
+the environment while it is imported is that of the test run; Triton is there already, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 PARENT = """
 import gc, json, os, runpy, sys
 import torch, transformers, transformers.modeling_utils
+import networkx, pydantic, torch._dynamo, torch.export, torch.fx.experimental.proxy_tensor, typer  # as graft does
 
 def become(job):
     for number, name in enumerate(("in", "out", "err")):

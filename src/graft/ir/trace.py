@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.base.errors import CaptureError
@@ -80,6 +80,7 @@ def export_graph(
         with (
             sizes,
             torch.no_grad(),
+            _use_lazy_graph_module(True),  # torch writes Python code for 30 graphs on the way: a seventh of the time
             positions or TensorPositions(),
             KeepConstants(),
             assignments_as_writes(module),
@@ -135,6 +136,7 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
     """The canonical graph of an exported program, decomposed or not; writes that it keeps apart become `copy_`."""
     exported = program.module()
     gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
+    write_code_inside(gm)
     name_constants(gm, exported if module is None else module)
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
         attach_state(gm, name, buffer, persistent=name in program.state_dict)
@@ -148,6 +150,14 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
     canonicalize_inside(gm)
     gm.recompile()
     return gm
+
+
+def write_code_inside(gm: GraphModule) -> None:
+    """The graphs that control flow calls, as modules that have their code: Dynamo does not enter lazy ones."""
+    for path, inner in inner_graphs(gm).items():
+        if isinstance(inner, _LazyGraphModule):
+            owner, _, leaf = path.rpartition(".")
+            setattr(gm.get_submodule(owner), leaf, GraphModule(inner, inner.graph))
 
 
 def canonicalize_inside(gm: GraphModule) -> None:
