@@ -75,9 +75,13 @@ def test_all_that_are_on_are_checked_in_their_order():
 
 
 def test_devices_that_a_user_named_are_kept():
-    config = load_config({"transforms": {"fuse_norm_into_matvec": {"devices": ["cuda"]}}})
-    found = line(checked("fuse_norm_into_matvec", config=config), "matches", "fuse_norm_into_matvec")
+    """As the note says of those that are tried all the same."""
+    config = load_config(sets=["transforms.fuse_norm_into_matvec.devices=[cuda]"])
+    report = checked("fuse_norm_into_matvec", config=config)
+    found = line(report, "matches", "fuse_norm_into_matvec")
     assert found.verdict == "skip" and "skipped" in found.reason
+    (note,) = report.notes
+    assert "--set transforms." in note and ".devices=[cuda]" in note and "fuse_norm_into_matvec" not in note
 
 
 @pytest.mark.exhaustive
