@@ -26,8 +26,7 @@ been changed since (`unsafe_split`, `unsafe_chunk`, some of `fft`, two attention
 - `same`: as in eager. `told`: the report names the difference (random numbers of Inductor's, memory that nobody
   wrote). `refused`: an error of graft's, with its reason.
 - `raw`: an error that is not graft's. `wrong`: other values, and no word. `crash`: the process ended. These three are
-  defects. Known: torch's export bounds the result of `masked_select` by its first argument, so that a mask that
-  broadcasts fails an assertion; on a GPU four operators in bfloat16 differ by more than assert_close allows, and were
+  defects. Known: on a GPU four operators in bfloat16 differ by more than assert_close allows, and were
   not compared with float64 there.
 """
 KINDS = ("same", "told", "refused", *DEFECTS)

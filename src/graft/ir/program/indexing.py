@@ -5,6 +5,9 @@
 
 The same for a number that varies (`Dim.DYNAMIC` for an int), which torch would fix: it becomes a `select`.
 Slice bounds that are 0-d tensors (`cache[:, :, pos : pos + 1] = x`) are read with `item()`: a size known at run time.
+
+`masked_select` with a mask that broadcasts is given both broadcast: torch bounds the length of its result by the first
+argument as it is, and the program would fail that bound.
 """
 
 from __future__ import annotations
@@ -48,9 +51,12 @@ class TensorPositions(TorchFunctionMode):
             varies = any(is_scalar_index(item) or isinstance(item, torch.SymInt) for item in items)
             if varies and not mixed(items):
                 return write_at(target, items, value)
+        if func in MASKED_SELECT:
+            args, kwargs = broadcast_mask(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
+MASKED_SELECT = (torch.masked_select, Tensor.masked_select)
 LAYOUT = (Tensor.contiguous, Tensor.is_contiguous)
 MODES = ("non_strict_utils.py", "proxy_tensor.py", "overrides.py")  # what torch puts between a program and this mode
 
@@ -61,6 +67,12 @@ def asked_by_program() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(MODES):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(TORCH)
+
+
+def broadcast_mask(input: Tensor, mask: Tensor, **rest: Any) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The arguments of masked_select; as they are where both have one shape, which is no question to ask of sizes."""
+    alike = str(input.shape) == str(mask.shape)
+    return (input, mask) if alike else tuple(torch.broadcast_tensors(input, mask)), rest
 
 
 def bounds_in_tensors(item: slice) -> bool:
