@@ -27,7 +27,7 @@ been changed since (`unsafe_split`, `unsafe_chunk`, some of `fft`, two attention
   wrote). `refused`: an error of graft's, with its reason.
 - `raw`: an error that is not graft's. `wrong`: other values, and no word. `crash`: the process ended. These three are
   defects. Known: on a GPU four operators in bfloat16 differ by more than assert_close allows, and were
-  not compared with float64 there.
+  not compared with float64 there. `masked_select` has been mended since (masks that broadcast).
 """
 KINDS = ("same", "told", "refused", *DEFECTS)
 COLUMNS = ("torch", "device", "route", "dtype", "entries", "samples", *KINDS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.generate.run_compare import Asked, compare_run, show_comparison
+from graft.cli.generate.run_compare import ComparedModel, measure, show_comparison
 from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
@@ -96,8 +96,7 @@ def run(
     """Complete prompts with a model."""
     from graft.cli.show import progress_bar
 
-    given = read_prompts(prompts, token_ids)
-    params = sampling_params(
+    given, params = read_prompts(prompts, token_ids), sampling_params(
         stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
         logprobs=logprobs,
@@ -114,10 +113,8 @@ def run(
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:  # after the progress bar
         stream(llm, asked[0], params)
-    speeds, found = {"graft": llm.stats.decode_rate}, None
-    if compare and (right := answered(asked, outputs)):
-        request = Asked(model, config, checked(sets, verify), plugins or (), quantize, trust_remote_code)
-        speeds["hugging_face_eager"], found = compare_run(llm, right, request)
+    request = ComparedModel(model, config, checked(sets, verify), plugins or (), quantize, trust_remote_code)
+    speeds, found = measure(llm, answered(asked, outputs) if compare else [], request)
     show(llm, given, outputs, speeds, found, as_json=as_json, table=table, verify=verify)
 
 

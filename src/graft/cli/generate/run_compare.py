@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparedModel:
     """What the engine was asked for, as far as its graphs in other dtypes depend on it."""
 
     model: str
@@ -29,8 +29,14 @@ class Asked:
         return load_model(self.model, dtype=dtype, device="cpu", trust_remote_code=self.trust_remote_code)
 
 
-def compare_run(llm: LLM, prompts: Sequence[Any], asked: Asked) -> tuple[float, EngineComparison]:
-    """The rate of Hugging Face eager on as many copies of the first prompt, and the logits of that prompt."""
+def measure(
+    llm: LLM, prompts: Sequence[Any], asked: ComparedModel
+) -> tuple[dict[str, float], EngineComparison | None]:
+    """Decoding rates of this run. With prompts, also of Hugging Face eager on as many copies of the first one, and
+    how right the logits of that are."""
+    speeds = {"graft": llm.stats.decode_rate}
+    if not prompts:
+        return speeds, None
     from graft.bench.baselines.hf import hugging_face_rate
     from graft.cli.show import progress_bar
     from graft.engine.stages import settings_for
@@ -40,8 +46,8 @@ def compare_run(llm: LLM, prompts: Sequence[Any], asked: Asked) -> tuple[float, 
     with progress_bar() as progress:
         progress("timing Hugging Face eager", 0, 1)
         ids, batch = llm.encode(prompts[0]), len(prompts)
-        rate = hugging_face_rate(llm.model, ids, llm.stats.new_tokens // batch, batch)
-        return rate, compare_engine(llm, ids, asked.load, settings, progress)
+        speeds["hugging_face_eager"] = hugging_face_rate(llm.model, ids, llm.stats.new_tokens // batch, batch)
+        return speeds, compare_engine(llm, ids, asked.load, settings, progress)
 
 
 def show_comparison(found: EngineComparison) -> None:

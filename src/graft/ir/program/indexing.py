@@ -6,8 +6,8 @@
 The same for a number that varies (`Dim.DYNAMIC` for an int), which torch would fix: it becomes a `select`.
 Slice bounds that are 0-d tensors (`cache[:, :, pos : pos + 1] = x`) are read with `item()`: a size known at run time.
 
-`masked_select` with a mask that broadcasts is given both broadcast: torch bounds the length of its result by the first
-argument as it is, and the program would fail that bound.
+`masked_select` with a mask that broadcasts is given both broadcast: torch bounds the length of its result by the
+first argument as it is, and the program would fail that bound.
 """
 
 from __future__ import annotations
