@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
 from graft.base.device_memory import free_memory, size_text
 from graft.base.files import Progress
@@ -14,7 +15,7 @@ from graft.workbench.check.bisect import Bisection, bisect
 from graft.workbench.check.line import CheckLine
 from graft.workbench.check.outputs import StepLogits, distance, limit
 from graft.workbench.check.request import CheckRequest
-from graft.workbench.check.scenario import logits
+from graft.workbench.check.scenario import Scenario, logits
 from graft.workbench.check.trial import CheckTrial, try_model
 
 
@@ -57,7 +58,7 @@ def end_to_end(trial: CheckTrial, outputs: StepLogits, allowed: float) -> tuple[
     for start, stop in zip(starts, stops, strict=True):
         error = distance(outputs.after(stop), outputs.after(start))
         if error > allowed:
-            allowed = max(allowed, own_limit(trial, outputs))
+            allowed = max(allowed, own_limit(trial.captured, outputs.after(0), outputs.scenario))
         if error > allowed:
             text = f"results after {steps[stop].transform} are off by {error:.1e} of the largest"
             found = bisect(trial, outputs, allowed, start, stop)
@@ -66,17 +67,19 @@ def end_to_end(trial: CheckTrial, outputs: StepLogits, allowed: float) -> tuple[
             ), found
         worst = max(worst, error)
     apart = f"; {', '.join(sorted(trial.on_purpose))} changes numbers on purpose" if trial.on_purpose else ""
-    return CheckLine(
-        "end to end", "pass", f"results are off by {worst:.1e} of the largest, {allowed:.1e} is allowed{apart}"
-    ), None
+    return CheckLine("end to end", "pass", agreement(worst, allowed) + apart), None
 
 
-def own_limit(trial: CheckTrial, outputs: StepLogits) -> float:
+def agreement(error: float, allowed: float) -> str:
+    return f"results are off by {error:.1e} of the largest, {allowed:.1e} is allowed"
+
+
+def own_limit(captured: GraphModule | None, results: torch.Tensor, scenario: Scenario) -> float:
     """How far from the captured graph's results others may be, so that they are at most TIMES as far from float64 as
     those are: a deep model in 16 bits is further off than the roundings of one op."""
-    if trial.captured is None:
+    if captured is None:
         return 0.0
-    own = distance(outputs.after(0).double(), logits(trial.captured, outputs.scenario, exact=True))
+    own = distance(results.double(), logits(captured, scenario, exact=True))
     return min((TIMES - 1) * own, CEILING)
 
 
