@@ -10,13 +10,15 @@ from torch.fx import GraphModule
 
 from graft.base.device_memory import free_memory, size_text
 from graft.base.files import Progress
-from graft.passes.numeric.compare import CEILING, TIMES
+from graft.passes.numeric.compare import CEILING
 from graft.workbench.check.bisect import Bisection, bisect
 from graft.workbench.check.line import CheckLine
 from graft.workbench.check.outputs import StepLogits, distance, limit
 from graft.workbench.check.request import CheckRequest
 from graft.workbench.check.scenario import Scenario, logits
 from graft.workbench.check.trial import CheckTrial, try_model
+
+APART = 1.5  # two results with roundings of their own are √2 times as far from each other as from float64
 
 
 def in_other_dtypes(
@@ -75,12 +77,12 @@ def agreement(error: float, allowed: float) -> str:
 
 
 def own_limit(captured: GraphModule | None, results: torch.Tensor, scenario: Scenario) -> float:
-    """How far from the captured graph's results others may be, so that they are at most TIMES as far from float64 as
-    those are: a deep model in 16 bits is further off than the roundings of one op."""
+    """How far from the captured graph's results others may be, by how far those are from float64: a deep model in
+    16 bits is further off than the roundings of one op."""
     if captured is None:
         return 0.0
     own = distance(results.double(), logits(captured, scenario, exact=True))
-    return min((TIMES - 1) * own, CEILING)
+    return min(APART * own, CEILING)
 
 
 def culprit(found: Bisection) -> str:
