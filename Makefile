@@ -49,6 +49,7 @@ check: $(READY)
 
 # its tools are an extra of their own, so that no other target installs them
 docs: $(VENV)/.docs
+	@echo "building the site: half a minute"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
@@ -74,7 +75,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 $(VENV)/.docs: $(READY) docs/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c docs/constraints.txt --no-build-isolation -e ".[docs]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -c docs/constraints.txt --no-build-isolation -e ".[docs]"
 	touch $@
 
 clean:

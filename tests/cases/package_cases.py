@@ -3,10 +3,14 @@ package may bring: a transform, an op, a YAML list with counts for a family, and
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+import graft
 from graft.workbench.scaffold.destination import Destination
 from graft.workbench.scaffold.plan import Written, new_transform
 
@@ -31,9 +35,27 @@ def make_package(folder: Path, package: str = "cap-fusions", name: str = NAME) -
 
 
 def install(project: Path, target: Path) -> Path:
-    """Without a network: nothing but what lies in the folder, built with what this Python has."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    command += ["--disable-pip-version-check", "--target", str(target), str(project)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    """Into a folder."""
+    pip_install(sys.executable, "--target", str(target), str(project))
     return target
+
+
+def install_afresh(project: Path, folder: Path) -> Path:
+    """Into a virtual environment that has graft, what graft needs, and this package; its Python."""
+    done = subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=False)
+    assert done.returncode == 0
+    (site,) = folder.glob("lib/python*/site-packages")
+    needed = [Path(graft.__file__).parents[1], Path(torch.__file__).parents[1]]
+    (site / "needed.pth").write_text("".join(f"{path}\n" for path in needed))
+    python = folder / "bin" / "python"
+    pip_install(str(python), str(project))
+    return python
+
+
+def pip_install(python: str, *arguments: str) -> None:
+    """Without a network: nothing but what lies in the folder, built with what this Python has."""
+    command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command += ["--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr

@@ -12,15 +12,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graft.backends import lower
-from graft.base.device_memory import free_memory, size_text
 from graft.engine.llm import LLM
 from graft.ir.edit import second_module
 from graft.ops.layout import HostBatch, pack
 from graft.passes.config import load_config
 from graft.passes.pipeline import order_transforms, run_pipeline
-
-COMPARED = 32  # tokens whose logits are compared with float64
-DECODED = 4  # of them in decode steps, too
 
 
 @dataclass(frozen=True)
@@ -94,35 +90,6 @@ def engine_steps(llm: LLM, ids: Sequence[int], decoded: int) -> Iterator[list[Te
 def logits_error(found: Tensor, exact: Tensor) -> float:
     """How far logits are from others, relative to the norm of these."""
     return float((found.double() - exact.double()).norm() / exact.double().norm())
-
-
-@torch.no_grad()
-def logits_note(llm: LLM, ids: Sequence[int]) -> str:
-    """For the report: how far the engine's logits are from those of the model in float64, which must have its weights
-    (`keep_weights`); or why they were not compared."""
-    module, ids = llm.model.module, ids[:COMPARED]
-    needed = sum(p.numel() * (p.element_size() + 8) for p in module.parameters())
-    if (free := free_memory(llm.device)) < needed:
-        return (
-            f"logits: not compared with float64, which takes {size_text(needed)} of {size_text(free)} that are free"
-        )
-    try:
-        exact = in_float64(module, ids)
-    except (RuntimeError, NotImplementedError) as error:
-        return f"logits: not compared with float64, which the model does not run in: {str(error).splitlines()[0]}"
-    error = logits_error(engine_logits(llm, ids), exact)
-    note = f"logits: {error:.1e} of their norm off those of the model in float64, over {len(ids)} tokens"
-    decoded = min(DECODED, len(ids) - 1)
-    if not decoded:
-        return f"{note}; no decode step was compared, since the prompt has one token"
-    steps = logits_error(engine_logits(llm, ids, decoded=decoded)[-decoded:], exact[-decoded:])
-    return f"{note}; {steps:.1e} in decode steps"
-
-
-def in_float64(module: Any, ids: Sequence[int]) -> Tensor:
-    """Logits [tokens, vocabulary] of a Hugging Face module with float64 weights and GEMMs; norms and softmax may
-    compute in float32, where the model's code says so."""
-    return float64_twin(module)(torch.tensor([ids], device=module.device)).logits[0]
 
 
 def float64_twin(module: Any) -> Any:

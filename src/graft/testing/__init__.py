@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graft.testing.eager_compiled import assert_compiled_like_eager
+    from graft.testing.float64 import assert_near_float64
     from graft.testing.fusion import Trial, assert_fuses, assert_not_fuses, try_transform
     from graft.testing.generated import Generated, generated_kernels
     from graft.testing.metadata import assert_metadata_preserved
     from graft.testing.negatives import assert_refused_or_harmless
     from graft.testing.numbers import assert_matches_eager, assert_same_numbers, matrix
+    from graft.testing.op_calls import assert_op_safe
     from graft.testing.post_grad import PostGrad, post_grad_graph
     from graft.testing.recompiles import assert_no_recompiles
     from graft.testing.round_trip import RoundTrip, cache_round_trip
@@ -42,6 +44,8 @@ _HOMES = {
     "assert_matches_eager": "numbers",
     "assert_same_numbers": "numbers",
     "matrix": "numbers",
+    "assert_near_float64": "float64",
+    "assert_op_safe": "op_calls",
     "PostGrad": "post_grad",
     "post_grad_graph": "post_grad",
     "assert_no_recompiles": "recompiles",
@@ -67,10 +71,12 @@ __all__ = [
     "assert_kernel_count",
     "assert_matches_eager",
     "assert_metadata_preserved",
+    "assert_near_float64",
     "assert_no_copies",
     "assert_no_graph_breaks",
     "assert_no_recompiles",
     "assert_not_fuses",
+    "assert_op_safe",
     "assert_refused_or_harmless",
     "assert_same_numbers",
     "autotune_choices",

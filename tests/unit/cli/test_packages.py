@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import graft
-from marks import FULL
-from package_cases import MODEL, NAME, OP, install, make_package
+from package_cases import MODEL, NAME, OP, install, install_afresh, make_package
 from processes import run_python
 
 # one process for all verbs: capturing the model takes longer than the verbs themselves
@@ -51,35 +53,25 @@ def site(tmp_path_factory):
     return install(make_package(folder).root, folder / "site")
 
 
-def test_an_installed_package_goes_through_every_verb(site, tmp_path):
-    small = ["--dtype", "float32"]
-    run = ["run", "-m", MODEL, "--token-ids", "5,6,7", "--max-tokens", "2", "--json"]
+RUN = ["run", "-m", MODEL, "--token-ids", "5,6,7", "--max-tokens", "2", "--json"]
+
+
+def answers_of(found: dict[str, tuple[int, str, str]]) -> dict[str, Any]:
+    for verb, (code, out, err) in found.items():
+        assert code == 0 and "Traceback" not in err, f"{verb}: {out}{err}"
+    return {verb: json.loads(out) for verb, (_, out, _) in found.items()}
+
+
+def test_an_installed_package_is_listed_and_runs(site, tmp_path):
     verbs = {
         "transforms": ["transforms", "--json"],
         "config": ["config", "--json"],
         "ops": ["ops", OP, "--json"],
         "models": ["models", "--json"],
-        "run": [*run, "--backend", "eager", *ON],
-        "native": [*run, "--backend", "native", *ON],
+        "run": [*RUN, "--backend", "eager", *ON],
+        "native": [*RUN, "--backend", "native", *ON],
     }
-    if FULL:
-        verbs |= {
-            "dump": ["dump", MODEL, "-o", "run", "--weights", "--json", *small, *ON],
-            "diff": ["diff", "run", "--transform", NAME, "--json"],
-            "repro": ["repro", "run", "--match", f"{NAME}:1", "-o", "repro.py", "--json"],
-            "strict": ["transforms", "--strict", "--json"],
-            "explain": ["explain", MODEL, NAME, "--verify", "--json", *small],
-            "report": ["report", "run", "-o", "report.html", "--json"],
-            "pt2": ["export", "run", "-f", "pt2", "-o", "step.pt2", "--json"],
-            "perfetto": ["export", "run", "-f", "perfetto", "-o", "step.json", "--json"],
-            "check": ["check", NAME, "--model", MODEL, "--json", *small],
-            "discover": ["discover", MODEL, "--json", "--measure", "none", *small],
-        }
-    found = dict(zip(verbs, run_all(list(verbs.values()), site, tmp_path), strict=True))
-    for verb, (code, out, err) in found.items():
-        assert code == 0 and "Traceback" not in err, f"{verb}: {out}{err}"
-    answers = {verb: json.loads(out) for verb, (_, out, _) in found.items()}
-
+    answers = answers_of(dict(zip(verbs, run_all(list(verbs.values()), site, tmp_path), strict=True)))
     listed = {row["name"]: row for row in answers["transforms"]["items"]}
     assert listed[NAME]["from"] == "cap-fusions 0.1.0" and listed["fuse_rope"]["from"] == f"graft {graft.__version__}"
     assert listed[NAME]["stage"] == "schedule" and not listed[NAME]["enabled"]
@@ -89,19 +81,54 @@ def test_an_installed_package_goes_through_every_verb(site, tmp_path):
     assert "native" in str(answers["native"]["report"]["kernels"][f"graft::{OP}"])  # C++ of the package
     tokens = [answers[verb]["outputs"][0]["token_ids"] for verb in ("run", "native")]
     assert tokens[0] == tokens[1]
-    if not FULL:
-        return
+
+
+@pytest.mark.exhaustive
+def test_in_a_fresh_environment_it_goes_through_every_verb(tmp_path):
+    """A virtual environment in which pip installed it, and nothing names it but its entry point."""
+    small = ["--dtype", "float32"]
+    python = install_afresh(make_package(tmp_path).root, tmp_path / "environment")
+    shutil.rmtree(tmp_path / "cap-fusions")
+    cells = ["--batch", "1", "--prompt", "4", "--new", "2", "--repeats", "1", "--against", "eager", "--threads", "1"]
+    verbs = {
+        "strict": ["transforms", "--strict", "--json"],
+        "run": [*RUN, "--compare", "--verify", *small, *ON],
+        "dump": ["dump", MODEL, "-o", "run", "--weights", "--verify", "--json", *small, *ON],
+        "diff": ["diff", "run", "--transform", NAME, "--json"],
+        "repro": ["repro", "run", "--match", f"{NAME}:1", "-o", "repro.py", "--json"],
+        "explain": ["explain", MODEL, NAME, "--verify", "--json", *small],
+        "report": ["report", "run", "-o", "report.html", "--json"],
+        "pt2": ["export", "run", "-f", "pt2", "-o", "step.pt2", "--json"],
+        "perfetto": ["export", "run", "-f", "perfetto", "-o", "step.json", "--json"],
+        "check": ["check", NAME, "--model", MODEL, "--json"],
+        "compare": ["compare", MODEL, "--layers", "--json", *small, *ON],
+        "bench": ["bench", MODEL, *cells, "--json", *small, *ON],
+        "discover": ["discover", MODEL, "--json", "--measure", "none", *small],
+    }
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+
+    def fresh(*arguments: str) -> str:
+        done = subprocess.run([python, *arguments], cwd=tmp_path, env=own, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    found = json.loads(fresh("-c", DRIVER, json.dumps(list(verbs.values()))).splitlines()[-1])
+    answers = answers_of(dict(zip(verbs, map(tuple, found), strict=True)))
+    assert answers["run"]["report"]["transforms"][NAME]["matches"][0]["numeric_check"]
+    assert answers["run"]["comparison"]["ok"] and len(answers["run"]["comparison"]["graphs"]) == 3
     assert answers["diff"]["graph"]["counts"]["added"] == 1
     assert "import cap_fusions" in (tmp_path / "repro.py").read_text()
-    repro = run_python(tmp_path / "repro.py", cwd=tmp_path, env=environment(site))
-    assert repro.returncode == 0, repro.stderr
+    fresh("repro.py")
     assert len(answers["explain"]["matches"]) == 1 and answers["explain"]["matches"][0]["numeric_check"]
     assert (tmp_path / "report.html").read_text().count(NAME) > 1
     assert any("cap_fusions" in note for note in answers["pt2"]["notes"])
     lines = {line["check"]: line for line in answers["check"]["transforms"][0]["lines"]}
     assert {line["verdict"] for line in lines.values()} == {"pass", "skip"}
+    assert {line["verdict"] for line in answers["check"]["whole"]} == {"pass"} and len(answers["check"]["whole"]) == 3
     assert lines["matches"]["reason"].startswith("1 = 1 (L")  # counted by the package's own overlay of the registry
     assert lines["negative tests"]["verdict"] == "pass"  # the tests are installed with it
+    assert answers["compare"]["boundaries"] and answers["compare"]["drift"] is None
+    assert answers["bench"]["rows"] and answers["discover"] is not None
 
 
 COMPILED = f"""

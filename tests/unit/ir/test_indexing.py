@@ -93,3 +93,25 @@ def test_a_0d_tensor_beside_other_indices_stays_torch_s_business():
     compiled(got, torch.tensor(5), x)
     module(expected, torch.tensor(5), x)
     assert torch.equal(got, expected)
+
+
+MASKS = [((3,), (4, 3)), ((4, 1), (1, 5)), ((4, 3), (3,)), ((4, 3), (4, 3))]
+
+
+@pytest.mark.parametrize("spelling", ["function", "method", "keywords"])
+@pytest.mark.parametrize(
+    ("shape", "mask_shape"), [((3,), (4, 3)), ((4, 1), (1, 5)), ((4, 3), (3,)), ((4, 3), (4, 3))]
+)
+def test_masks_that_broadcast_select_as_in_eager(spelling, shape, mask_shape):
+    """With all of the result and with none of it: torch alone fails the first where the mask is larger."""
+
+    class Select(nn.Module):
+        def forward(self, x, mask):
+            if spelling == "function":
+                return torch.masked_select(x, mask) * 2
+            return (x.masked_select(mask) if spelling == "method" else torch.masked_select(input=x, mask=mask)) * 2
+
+    x, mask = torch.randn(shape), torch.rand(mask_shape) > 0.4
+    compiled = graft.compile(Select(), (x, mask))
+    for given in (mask, torch.ones_like(mask), torch.zeros_like(mask)):
+        assert torch.equal(compiled(x, given), Select()(x, given))

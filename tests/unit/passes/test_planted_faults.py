@@ -289,6 +289,24 @@ def test_a_bound_above_a_tenth_is_never_accepted_in_silence():
     assert not difference(exact, before, torch.full((4, 8), 1.01), execution).unclear
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-40], ids=["ordinary", "subnormal"])
+def test_a_merge_is_held_to_a_share_of_its_values_whatever_their_size(scale, dtype):
+    """Subnormal inputs once had a bound of 2.4 times the values: anything passed."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(5, 64, generator=generator) * scale).to(dtype)
+    weight = torch.randn(96, 64, generator=generator).to(dtype)
+    execution = Execution()
+    execution.coarsest, execution.longest = dtype, 64
+    exact, before = F.linear(x.double(), weight.double()), F.linear(x, weight)
+    merged = torch.cat([F.linear(x, part) for part in weight.split((64, 16, 16))], -1)
+    found = difference(exact, before, merged, execution)
+    assert not found.wrong and not found.unclear and found.limit <= CEILING
+    for wrong in (merged * 1.25, merged.roll(1, -1), torch.zeros_like(merged)):
+        judged = difference(exact, before, wrong, execution)
+        assert judged.wrong or judged.unclear  # a step among subnormal bfloat16 is a quarter of these values: told
+
+
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 600))
 def test_sizes_stay_within_what_the_graph_allows(one, other, most):
     upper = {"s0": min(one, most), "s1": min(other, most)}

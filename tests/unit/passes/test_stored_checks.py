@@ -17,10 +17,13 @@ from torch import nn
 
 import faulty_ops
 from graft.base.errors import TransformError
-from graft.ir.edit import attach_state, attribute
+from graft.capture.decoder import capture_decoder
+from graft.ir.edit import attach_state, attribute, second_module
 from graft.ir.trace import export_graph
+from graft.models.load import build_random
+from graft.models.registry import entries
 from graft.ops.swiglu import reference
-from graft.passes.base import Stage, TransformConfig
+from graft.passes.base import Context, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, load_config
 from graft.passes.library import fuse_swiglu
 from graft.passes.library.merge import linears as merge
@@ -113,6 +116,32 @@ def test_a_second_run_takes_every_result_from_disk(folder, tried):
         assert [replace(match.numeric_check, origin="") for match in now] == [match.numeric_check for match in was]
         assert "2 checked numerically (from the cache), worst" in checks_text(now)
     assert Report.from_json(second.to_json()).transforms == second.transforms
+
+
+@pytest.mark.exhaustive
+def test_of_32_equal_layers_one_is_tried_and_of_a_second_run_none(folder, tried):
+    """Whatever the clock says: a check of every match would run thirty times as many trials."""
+    entry = entries()["tiny-llama"]
+    deep = replace(entry, settings={**entry.settings, "num_hidden_layers": 32})
+    model = build_random(deep, torch.float32, torch.device("cpu"))
+    captured = capture_decoder(model.module)
+
+    def verified():
+        context = Context(route="decoder", context_length=model.context)
+        report = run_pipeline(second_module(captured), load_config({"verify": "matches"}), context)
+        return [(r.name, m.numeric_check) for r in report.transforms.values() for m in r.matches if m.numeric_check]
+
+    checks = verified()
+    kinds = {(name, replace(check, origin="")) for name, check in checks}
+    made = sum(name.startswith("merge_") for name, _ in checks)  # a weight that was made for one layer is tried once
+    assert len(checks) > 5 * 32 and len(kinds) < 3 * len({name for name, _ in kinds})
+    every = sum(check.trials for _, check in checks)
+    assert len(tried) <= sum(check.trials for _, check in kinds) + made < every / 10
+    count = len(tried)
+    again = verified()
+    assert len(tried) == count
+    assert [replace(check, origin="") for _, check in again] == [replace(check, origin="") for _, check in checks]
+    assert all(check.origin == stored.FROM_CACHE for _, check in again)
 
 
 def test_it_can_be_turned_off(folder, tried, monkeypatch):

@@ -8,10 +8,12 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from check_cases import LIST, capture_once, drop_meta, plant, refuse, scale
 from graft.base.errors import DumpError, UnknownTransform, UsageError
 from graft.models.registry import entries, families
+from graft.passes.base import Outcome
 from graft.passes.config import load_config
 from graft.passes.patterns import PatternTransform
 from graft.passes.registry import TransformRegistry
@@ -75,9 +77,13 @@ def test_all_that_are_on_are_checked_in_their_order():
 
 
 def test_devices_that_a_user_named_are_kept():
-    config = load_config({"transforms": {"fuse_norm_into_matvec": {"devices": ["cuda"]}}})
-    found = line(checked("fuse_norm_into_matvec", config=config), "matches", "fuse_norm_into_matvec")
+    """As the note says of those that are tried all the same."""
+    config = load_config(sets=["transforms.fuse_norm_into_matvec.devices=[cuda]"])
+    report = checked("fuse_norm_into_matvec", config=config)
+    found = line(report, "matches", "fuse_norm_into_matvec")
     assert found.verdict == "skip" and "skipped" in found.reason
+    (note,) = report.notes
+    assert "--set transforms." in note and ".devices=[cuda]" in note and "fuse_norm_into_matvec" not in note
 
 
 @pytest.mark.exhaustive
@@ -235,6 +241,21 @@ def test_a_transform_that_raises_fails_and_the_rest_is_checked(monkeypatch):
     report = checked("")
     assert failed(report) == {"matches"} and "planted" in line(report, "matches").reason
     assert line(report, "matches", "fuse_rope").verdict == "pass"
+
+
+def test_an_edit_that_is_reported_as_nothing_is_blamed_on_its_transform(monkeypatch):
+    """It is taken back by name; once another transform was blamed for the results."""
+
+    def silent(gm, outcome):
+        changed = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.silu.default)
+        changed.target = torch.ops.aten.relu.default
+        return Outcome(reason="nothing here")
+
+    plant(monkeypatch, "fuse_layer_norm", silent)  # it finds nothing in this model
+    report = checked("fuse_layer_norm")
+    told = line(report, "matches", "fuse_layer_norm")
+    assert told.verdict == "fail" and "no match" in told.reason and "silu" in told.reason
+    assert report.whole[0].verdict == "pass"  # nothing of it is left
 
 
 # ── folders of dumps ────────────────────────────────────────────────────────────────────────────────────────────

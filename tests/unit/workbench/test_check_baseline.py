@@ -66,7 +66,7 @@ def test_the_same_run_is_unchanged(saved):
     report = checked(baseline=saved)
     assert report.ok and kinds(report) == {} and len(report.changes) == len(report.checks) > 15
     assert {c.drift for c in report.changes} == {0.0}
-    assert report.baseline == str(saved) and report.notes[-1].startswith("tried on this device")
+    assert report.baseline == str(saved) and report.notes[-1].startswith("for another device, tried on the cpu")
 
 
 def test_the_models_name_and_dtype_come_from_the_baseline(saved):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import faulty_ops  # noqa: F401
 from graft.ir.nodes import calls
 from graft.ir.trace import export_graph
+from graft.ops import OPS
 from graft.passes.report import MatchRecord, TransformRecord
 from graft.workbench.check.op_safety import brought_ops, op_problems
 
@@ -54,6 +57,15 @@ def test_an_alias_and_a_wrong_fake_are_found():
     assert "opcheck" in "; ".join(problems(torch.ops.faulty_alias.other, torch.randn(1)[:0].new_zeros(3)))
 
 
-def test_ops_of_torch_and_graft_are_not_run_again():
-    gm = export_graph(torch.nn.SiLU(), (torch.randn(2, 8),))
+def test_ops_of_torch_and_graft_are_not_run_again_and_those_of_packages_are(monkeypatch):
+    """A package defines its ops in graft's namespace, as graft does."""
+
+    class Both(torch.nn.Module):
+        def forward(self, x):
+            return torch.ops.graft.swiglu(torch.nn.functional.silu(x), x)
+
+    gm = export_graph(Both(), (torch.randn(2, 8),))
     assert not brought_ops(gm, record_of(gm))
+    monkeypatch.setitem(OPS, "swiglu", replace(OPS["swiglu"], reference=aliased))
+    (node,) = brought_ops(gm, record_of(gm)).values()
+    assert node.target is torch.ops.graft.swiglu.default and not op_problems(gm, node)

@@ -88,6 +88,7 @@ def test_the_slowest_kernels_come_first():
 def test_numbers_read_well():
     assert size(15_040_000_000, 15_020_000_000) == "15.04 → 15.02 GB"
     assert size(15_041_000_000, 15_040_000_000) == "15.041 → 15.040 GB"
+    assert size(382_460, 366_940) == "382 → 367 kB" and size(68_980, 53_470) == "69.0 → 53.5 kB"
     assert size(999) == "999 B" and size(0) == "0 B" and size(2_000_000, 1_000) == "2.00 → 0.00 MB"
     assert (less(4, 1), less(1000, 1001), less(3, 3)) == ("75 % fewer", "0.10 % more", "as many")
     assert percent(321, 322) == "99.7 %" and percent(0, 3) == "0 %" and percent(3, 3) == "100 %"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graft.workbench.check import CheckLine, CheckReport, CheckRequest, TransformCheck
 
 STYLES = {"pass": "green", "fail": "red", "skip": "yellow"}
-OTHER_DTYPES = ("bfloat16", "float16")  # the results of one transform on a tiny model are compared in these, too
+OTHER_DTYPES = ("bfloat16", "float16")  # the results are compared in these as well, unless a dtype is named
 
 
 def check(
@@ -68,10 +68,9 @@ def check(
         from graft.workbench.check import CheckRequest
 
         settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
-        alone = bool(transform) and dtype == "auto" and not (all_models or baseline or save_baseline)
         request = CheckRequest(
             settings, transform, dtype, baseline, save_baseline, tests and tests.resolve(), note,
-            trust_remote_code=trust_remote_code, run_tests=run_tests, dtypes=OTHER_DTYPES if alone else (),
+            trust_remote_code=trust_remote_code, run_tests=run_tests, dtypes=OTHER_DTYPES if dtype == "auto" else (),
         )  # fmt: skip
         if all_models:
             every_model(request, as_json)

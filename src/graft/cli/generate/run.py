@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graft.cli.documents import print_json
+from graft.cli.generate.run_compare import ComparedModel, measure, show_comparison
 from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
@@ -46,8 +47,11 @@ if TYPE_CHECKING:
     from graft.engine.core import Output
     from graft.engine.llm import LLM
     from graft.engine.params import SamplingParams
+    from graft.workbench.compare.engine import EngineComparison
 
-Compare = Annotated[bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64.")]
+Compare = Annotated[
+    bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64, in every dtype.")
+]
 Dump = Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")]
 Verify = Annotated[bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")]
 
@@ -93,8 +97,7 @@ def run(
     """Complete prompts with a model."""
     from graft.cli.show import progress_bar
 
-    given = read_prompts(prompts, token_ids)
-    params = sampling_params(
+    given, params = read_prompts(prompts, token_ids), sampling_params(
         stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
         logprobs=logprobs,
@@ -111,8 +114,9 @@ def run(
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:  # after the progress bar
         stream(llm, asked[0], params)
-    speeds = measure(llm, answered(asked, outputs), compare)
-    show(llm, given, outputs, speeds, as_json=as_json, table=table, verify=verify, compare=compare)
+    request = ComparedModel(model, config, checked(sets, verify), plugins or (), quantize, trust_remote_code)
+    speeds, found = measure(llm, answered(asked, outputs) if compare else [], request)
+    show(llm, given, outputs, speeds, found, as_json=as_json, table=table, verify=verify)
 
 
 def checked(sets: list[str] | None, verify: bool) -> list[str]:
@@ -129,21 +133,23 @@ def show(
     given: list[Any],
     outputs: list[Output],
     speeds: dict[str, float],
+    found: EngineComparison | None,
     *,
     as_json: bool,
     table: bool,
     verify: bool,
-    compare: bool,
 ) -> None:
-    failed = any(output.error for output in outputs)
+    failed = any(output.error for output in outputs) or (found is not None and bool(found.failures))
     if as_json:
-        show_json(llm, outputs, speeds)
+        show_json(llm, outputs, speeds, found)
         raise typer.Exit(int(failed))
     show_outputs(llm, given, outputs)
     if table:
         show_table(llm)
-    else:
-        show_checks(llm, verify, compare)
+    elif verify:
+        show_checks(llm)
+    if found is not None:
+        show_comparison(found)
     show_speeds(llm, speeds)
     raise typer.Exit(int(failed))
 
@@ -176,25 +182,6 @@ def logprob_lines(llm: LLM, output: Output) -> list[str]:
         told = f"  {name(token)} {likely[token].logprob:.3f}, rank {likely[token].rank}"
         lines.append(f"{told}{'; ' if others else ''}{', '.join(others)}")
     return lines
-
-
-def measure(llm: LLM, prompts: list[Any], compare: bool) -> dict[str, float]:
-    """Decoding rates of this run; `compare` adds Hugging Face eager on as many copies of the first prompt, and to the
-    report how far the logits of that prompt are from float64."""
-    stats = llm.stats
-    speeds = {"graft": stats.decode_rate}
-    if compare:
-        from graft.bench.baselines.hf import hugging_face_rate
-        from graft.bench.quality import logits_note
-        from graft.cli.show import progress_bar
-
-        with progress_bar() as progress:
-            progress("timing Hugging Face eager", 0, 1)
-            ids, batch = llm.encode(prompts[0]), len(prompts)
-            speeds["hugging_face_eager"] = hugging_face_rate(llm.model, ids, stats.new_tokens // batch, batch)
-            progress("comparing logits with float64", 0, 1)
-            llm.built = replace(llm.built, notes=(*llm.built.notes, logits_note(llm, ids)))
-    return speeds
 
 
 def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
@@ -233,13 +220,16 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
     print()
 
 
-def show_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> None:
+def show_json(
+    llm: LLM, outputs: list[Output], speeds: dict[str, float], found: EngineComparison | None = None
+) -> None:
     document = {
         "model": llm.model.name,
         "outputs": [output.to_json() for output in outputs],
         "stats": asdict(llm.stats),
         "tokens_per_second": speeds,
         "backend": llm.backend,
+        "comparison": None if found is None else found.to_dict(),
         "report": json.loads(llm.report.to_json()),
     }
     print_json("run", document)
@@ -253,15 +243,13 @@ def show_table(llm: LLM) -> None:
         out.print(f"{op}: {kernel}", markup=False)
 
 
-def show_checks(llm: LLM, verify: bool, compare: bool) -> None:
-    """What the table would show of them: numeric checks of matches, and the last note, on the logits."""
+def show_checks(llm: LLM) -> None:
+    """What the table would show of them: numeric checks of matches."""
     from graft.cli.show import check_text, out
 
-    for record in llm.report.transforms.values() if verify else ():
+    for record in llm.report.transforms.values():
         if record.matches:
             out.print(f"{record.name}: {check_text(record)}", markup=False, soft_wrap=True)
-    if compare:
-        out.print(llm.built.notes[-1], markup=False, soft_wrap=True)
 
 
 def show_speeds(llm: LLM, speeds: dict[str, float]) -> None:

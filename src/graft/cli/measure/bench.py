@@ -72,6 +72,9 @@ StartOption = Annotated[
     bool,
     typer.Option("--start", help="Instead: new processes to their first token; cold, warm, from a compiled engine."),
 ]
+AtOnce = Annotated[
+    int | None, typer.Option(help="Requests that run at once. [256; with --throughput on a GPU up to 1024]")
+]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Begin no baseline after this many seconds of measuring.", metavar="SECONDS")
 ]
@@ -99,9 +102,7 @@ def bench(
     endpoint: Endpoint = "completions",
     api_key: ServerKey = None,
     extra_body: ExtraBody = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests that run at once. [256; with --throughput on a GPU up to 1024]")
-    ] = None,
+    max_num_seqs: AtOnce = None,
     time_limit: TimeLimit = None,
     dtype: DType = "auto",
     device: Device = "auto",

@@ -50,8 +50,8 @@ class TensorPositions(TorchFunctionMode):
             varies = any(is_scalar_index(item) or isinstance(item, torch.SymInt) for item in items)
             if varies and not mixed(items):
                 return write_at(target, items, value)
-        if func in MASKED and len(args) == 2:
-            args = (expanded(*args), args[1])
+        if func in MASKED:
+            args, kwargs = arguments_of_masked(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -66,6 +66,10 @@ def asked_by_program() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(MODES):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(TORCH)
+
+
+def arguments_of_masked(input: Tensor, mask: Tensor, **rest: Any) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    return (expanded(input, mask), mask), rest
 
 
 def expanded(x: Tensor, mask: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def first_match(trial: CheckTrial, outputs: StepLogits, found: Bisection, number
     def bad(kept: int) -> bool:
         outputs.runs += 1
         gm = with_matches(replay.gm, replay.before, replay.matches, range(kept), replay.uses)
-        return distance(logits(gm), reference) > found.limit
+        return distance(logits(gm, outputs.scenario), reference) > found.limit
 
     if not distance(outputs.after(number), reference) > found.limit:
         return replace(found, why_no_match="no step is bad by itself; the roundings of several add up")

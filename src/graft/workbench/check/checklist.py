@@ -13,12 +13,13 @@ import torch
 from graft.base.errors import DumpError, UsageError
 from graft.base.files import Progress
 from graft.workbench.check import baseline as saved
-from graft.workbench.check.bisect import Bisection, bisect
+from graft.workbench.check.bisect import Bisection
+from graft.workbench.check.end_to_end import end_to_end, in_other_dtypes
 from graft.workbench.check.graphs import run_lines
 from graft.workbench.check.line import CheckLine
 from graft.workbench.check.negative_tests import negative_line, negative_tests, own_files
 from graft.workbench.check.note import note_text, write_note
-from graft.workbench.check.outputs import StepLogits, distance, limit, stored_outputs
+from graft.workbench.check.outputs import StepLogits, limit, stored_outputs
 from graft.workbench.check.request import CheckRequest, check_request, chosen_model, names_of
 from graft.workbench.check.results import CheckReport, TransformCheck
 from graft.workbench.check.tests_run import run_tests
@@ -49,21 +50,6 @@ def check(model: str, request: CheckRequest, progress: Progress | None = None) -
             others = in_other_dtypes(name, trial, request, Path(scratch), progress)
             report = check_trial(trial, request, kept, others)
     return replace(report, seconds=time.perf_counter() - started)
-
-
-def in_other_dtypes(
-    name: str, own: CheckTrial, request: CheckRequest, scratch: Path, progress: Progress | None
-) -> list[tuple[CheckLine, Bisection | None]]:
-    """The results of a tiny model in `request.dtypes`, beside those of its own dtype: the graphs have other casts."""
-    found = []
-    for dtype in request.dtypes if name.startswith("tiny-") else ():
-        if dtype != own.run.manifest.dtype:
-            trial = try_model(name, request.running, scratch / f"in_{dtype}", dtype=dtype, progress=progress)
-            trial = replace(trial, wrong_matches=own.wrong_matches)  # found in every dtype, by the numeric check
-            outputs = StepLogits(trial.run, trial.state, fresh=True)
-            line, culprits = end_to_end(trial, outputs, limit(trial.run, getattr(torch, dtype)))
-            found.append((replace(line, check=f"in {dtype}"), culprits))
-    return found
 
 
 def check_trial(
@@ -125,37 +111,3 @@ def check_one(trial: CheckTrial, name: str, request: CheckRequest) -> TransformC
 def own_tests(name: str, home: Home) -> list[Path]:
     """The test files that are about this transform; in a note they are the command that runs them."""
     return [] if home.tests is None else list(own_files(name, home.tests, negative_tests(name, home.tests)))
-
-
-def end_to_end(trial: CheckTrial, outputs: StepLogits, allowed: float) -> tuple[CheckLine, Bisection | None]:
-    """The results after the last transform against those of the captured graph, and where it goes wrong if it does.
-
-    Where a transform changes numbers on purpose, its results are what those after it are held to.
-    """
-    if outputs.problem:
-        return CheckLine("end to end", "skip", outputs.problem), None
-    steps = trial.run.steps
-    starts = [0, *(step.number for step in steps if step.transform in trial.on_purpose)]
-    stops = [*(start - 1 for start in starts[1:]), steps[-1].number]
-    worst = 0.0
-    for start, stop in zip(starts, stops, strict=True):
-        error = distance(outputs.after(stop), outputs.after(start))
-        if error > allowed:
-            text = f"results after {steps[stop].transform} are off by {error:.1e} of the largest"
-            found = bisect(trial, outputs, allowed, start, stop)
-            return CheckLine(
-                "end to end", "fail", f"{text}, {allowed:.1e} is allowed; first bad: {culprit(found)}"
-            ), found
-        worst = max(worst, error)
-    apart = f"; {', '.join(sorted(trial.on_purpose))} changes numbers on purpose" if trial.on_purpose else ""
-    return CheckLine(
-        "end to end", "pass", f"results are off by {worst:.1e} of the largest, {allowed:.1e} is allowed{apart}"
-    ), None
-
-
-def culprit(found: Bisection) -> str:
-    """`fuse_rope, match 3 of 4 at %rope (model.layers.1.self_attn, …)`."""
-    if not found.match:
-        return f"{found.transform} ({found.why_no_match})"
-    told = f"{found.transform}, match {found.number} of {found.matches} at {found.match}"
-    return f"{told}, wrong by itself; {found.exposed_by} is right and makes it show" if found.exposed_by else told

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from graft.base.errors import DumpError
 from graft.ops.cases import tolerance
 from graft.passes.dumps import OUTPUTS
-from graft.workbench.check.scenario import LENGTHS, SEED, STEPS, VOCABULARY, logits
+from graft.workbench.check.scenario import LENGTHS, SEED, STANDARD, STEPS, VOCABULARY, Scenario, logits
 from graft.workbench.runs import StoredRun, StoredStep
 
 
@@ -24,7 +24,7 @@ class StepLogits:
     """The logits after each step of a run, computed when they are asked for; `runs` counts how often a graph ran.
 
     A step that changed nothing has those of the step before. stored: what was computed when the run was saved.
-    fresh: the run is of this very check.
+    fresh: the run is of this very check. scenario: the steps that the graphs run through.
     """
 
     run: StoredRun
@@ -33,6 +33,7 @@ class StepLogits:
     known: dict[int, torch.Tensor] = field(default_factory=dict)
     runs: int = 0
     fresh: bool = False
+    scenario: Scenario = STANDARD
 
     @property
     def problem(self) -> str:
@@ -56,7 +57,7 @@ class StepLogits:
                 self.known[step.number] = self.stored[step.transform]
             else:
                 self.runs += 1
-                self.known[step.number] = logits(step.graph(self.state))
+                self.known[step.number] = logits(step.graph(self.state), self.scenario)
         return self.known[step.number]
 
     def source(self, number: int) -> StoredStep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from graft.capture.cache import captured_decoder
 from graft.ir.edit import second_module
 from graft.ir.verify import GraphSnapshot
 from graft.models.load import load_model
+from graft.models.loaded import LoadedModel
 from graft.models.registry import Family, entries
 from graft.passes.base import BaseTransform, Context
 from graft.passes.config import PipelineConfig
@@ -82,17 +83,31 @@ def try_model(
     bare = entry is not None and entry.kind == "random" and not name.startswith("tiny-")
     site = "meta" if bare else "cpu"
     model = load_model(name, dtype=dtype, device=site, progress=progress, trust_remote_code=trust_remote_code)
+    return try_loaded(model, config, folder, checked=checked, progress=progress)
+
+
+def try_loaded(
+    model: LoadedModel,
+    config: PipelineConfig,
+    folder: Path,
+    *,
+    checked: Collection[str] = (),
+    other_devices: bool = True,
+    progress: Progress | None = None,
+) -> CheckTrial:
+    """The same of a model on the CPU, or without weights. other_devices: transforms that are for them run, too."""
+    device = model.module.device.type
     captured, _ = captured_decoder(model.module, progress)
-    chosen, forced = everywhere(config, "meta" if bare else "cpu")
+    chosen, forced = everywhere(config, device, other_devices)
     dumps = DumpWriter.open(folder)
-    dumps.state = None if bare else {}
+    dumps.state = None if device == "meta" else {}
     checker = MatchChecker(frozenset(checked), model.context)
     context = Context(route="decoder", context_length=model.context)
     run_pipeline(
         second_module(captured), chosen, context, model=model.name, dump_dir=dumps, progress=progress,
         observe=checker,
     )  # fmt: skip
-    said = (f"tried on this device with their references: {', '.join(forced)}",) if forced else ()
+    said = (forced_note(forced, device),) if forced else ()
     return CheckTrial(
         StepGraphs(open_run(folder)), chosen, model.family, model.layers, dumps.state or {}, bool(forced),
         checker.wrong_matches, frozenset(checker.on_purpose), checker.ops, captured, model.context, said,
@@ -113,7 +128,7 @@ def read_run(folder: str | Path) -> CheckTrial:
     return CheckTrial(StepGraphs(run), config_of(run.report), family, layers, state, on_gpu, notes=(note,))
 
 
-def everywhere(config: PipelineConfig, device: str) -> tuple[PipelineConfig, list[str]]:
+def everywhere(config: PipelineConfig, device: str, force: bool = True) -> tuple[PipelineConfig, list[str]]:
     """Transforms for other devices run on this one too, and every error is recorded; which ones were forced.
 
     Where a user said which devices, that holds.
@@ -123,10 +138,18 @@ def everywhere(config: PipelineConfig, device: str) -> tuple[PipelineConfig, lis
         chosen[name] = replace(settings, on_error="skip")
         options: Any = settings
         said = config.origins.get(f"transforms.{name}.devices", "default.yaml") != "default.yaml"
-        if settings.enabled and device not in getattr(options, "devices", (device,)) and not said:
+        if force and settings.enabled and device not in getattr(options, "devices", (device,)) and not said:
             chosen[name] = replace(options, on_error="skip", devices=(*options.devices, device))
             forced.append(name)
     return replace(config, transforms=chosen, verify="structure"), forced
+
+
+def forced_note(names: Sequence[str], device: str) -> str:
+    """What was done about transforms that this device would not run, and how to have it otherwise."""
+    return (
+        f"for another device, tried on the {device} all the same, with the references of their ops and not their"
+        f" kernels: {', '.join(names)}; --set transforms.{names[0]}.devices=[cuda] leaves one out"
+    )
 
 
 class MatchChecker:

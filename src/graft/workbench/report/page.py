@@ -135,9 +135,10 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def size(*values: float) -> str:
-    """`4.54 GB`, `2.31 → 1.02 kB` in one unit, with as many digits as tell the values apart."""
+    """`4.54 GB`, `382 → 367 kB` in one unit: three digits, or as many as tell the values apart."""
     unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if max(values) >= u), (1, "B"))
-    digits = 2 if unit > 1 else 0
+    largest = max(values) / unit
+    digits = 0 if unit == 1 or largest >= 100 else 1 if largest >= 10 else 2
     while digits < 4 and unit > 1 and len({f"{v / unit:.{digits}f}" for v in values}) < len(set(values)):
         digits += 1
     return f"{' → '.join(f'{value / unit:,.{digits}f}' for value in values)} {name}"

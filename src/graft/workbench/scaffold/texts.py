@@ -17,7 +17,6 @@ from graft.workbench.scaffold.body import (
     arguments,
     function_name,
     literals_of,
-    results_of,
     returned,
     tensor_arguments,
     typed_arguments,
@@ -117,9 +116,7 @@ def test_text(new: New) -> str:
     made = f"graft.{new.op}" if new.op else target_text(list(calls(new.tried.after))[-1].target)
     extra = body.extra_tests
     if new.op:
-        form = "tuple(t.double() for t in {})" if results_of(body.pattern) else "{}.double()"
-        calls_of_op = (form.format(f"{new.op}(*{given})") for given in ("args", "wrong(args)"))
-        extra += fill("test_op", {"op": new.op, **dict(zip(("given", "given_wrong"), calls_of_op, strict=True))})
+        extra += fill("test_op", {"op": new.op})
     if new.kernel:
         extra += fill("test_triton", {"op": new.op, "op_module": destination.op_module(new.op)})
     text = fill(
@@ -161,9 +158,11 @@ def test_imports(new: New) -> str:
         "matrix",
     ]
     if new.body.extra_tests:
-        helpers.insert(3, "assert_not_fuses")
+        helpers.append("assert_not_fuses")
+    if new.op:
+        helpers += ["assert_near_float64", "assert_op_safe"]
     graft = {
-        "graft.testing": "(\n" + "".join(f"    {name},\n" for name in helpers) + ")",
+        "graft.testing": "(\n" + "".join(f"    {name},\n" for name in sorted(helpers)) + ")",
         "graft.testing.negatives": "examples, negatives, positive",
         "graft.passes.base": "Stage, TransformConfig",
         "graft.passes.registry": "TransformRegistry",
@@ -173,7 +172,6 @@ def test_imports(new: New) -> str:
         graft["graft"] = "Stage, TransformConfig, TransformRegistry"
     own = {new.destination.module(new.name): f"REWRITES, {new.body.pattern_name}"}
     if new.op:
-        graft["graft.ops.cases"] = "tolerance"
         folder = new.destination.op_module(new.op)
         own |= {f"{folder}.cases": "CASES, wrong", f"{folder}.reference": new.op}
     blocks = [graft | own] if new.destination.checkout else [graft, own]
