@@ -54,7 +54,7 @@ class Stub:
         templates = {"chat": TEMPLATE, "parrot": TOOL_TEMPLATE, "thinker": THINK_TEMPLATE}
         served = ServedModel(
             "stub", 2000 if self.parrot else CONTEXT, VOCABULARY, 2000 if self.parrot else 1000,
-            options["engine"]["max_num_seqs"], tokenizer_json(), templates.get(options["model"]), {},
+            options["engine"]["max_num_seqs"] or 256, tokenizer_json(), templates.get(options["model"]), {},
             [("hi", [1], "hi")] if options["model"] == "other-tokens" else (), [2],
         )  # fmt: skip
         self.send(progress="stubbing")

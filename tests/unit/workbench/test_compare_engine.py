@@ -17,7 +17,7 @@ from graft.engine.stages import settings_for
 from graft.models.load import load_model
 from graft.workbench.check.scenario import scenario_of
 from graft.workbench.compare import engine
-from graft.workbench.compare.engine import compare_engine, engine_steps_off
+from graft.workbench.compare.engine import DTYPES, compare_engine, engine_steps_off
 from marks import short
 from native_cases import needs_compiler
 
@@ -51,11 +51,12 @@ def error_of(llm: LLM) -> float:
     return max(step.error for step in steps_of(llm).values())
 
 
-def compared(llm: LLM, ids=IDS):
+def compared(llm: LLM, ids=IDS, dtypes=DTYPES):
     load = {"device": "cpu"}
     return compare_engine(
-        llm, ids, lambda dtype: load_model(llm.model.name, dtype=dtype, **load), settings_for(llm.model, None)
-    )
+        llm, ids, lambda dtype: load_model(llm.model.name, dtype=dtype, **load), settings_for(llm.model, None),
+        dtypes=dtypes,
+    )  # fmt: skip
 
 
 def test_logits_error_is_relative():
@@ -108,6 +109,10 @@ def test_a_right_engine_is_told_with_every_dtype(right):
     assert json.loads(json.dumps(right.to_dict()))["ok"] is True
     first, second = right.lines()
     assert all(kind in first for kind in KINDS) and all(line.check in second for line in right.graphs)
+
+
+def test_a_dtype_that_was_named_is_the_only_one(llm):
+    assert [line.check for line in compared(llm, dtypes=()).graphs] == ["in float32"]
 
 
 def test_a_backend_that_is_wrong_by_itself_is_not_blamed_on_a_transform(llm, right, monkeypatch):

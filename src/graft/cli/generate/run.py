@@ -50,7 +50,10 @@ if TYPE_CHECKING:
     from graft.workbench.compare.engine import EngineComparison
 
 Compare = Annotated[
-    bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64, in every dtype.")
+    bool,
+    typer.Option(
+        help="Also time Hugging Face eager and compare logits with float64, in the dtype of --dtype or in every one."
+    ),
 ]
 Dump = Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")]
 Verify = Annotated[bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")]
@@ -114,7 +117,7 @@ def run(
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:  # after the progress bar
         stream(llm, asked[0], params)
-    request = ComparedModel(model, config, checked(sets, verify), plugins or (), quantize, trust_remote_code)
+    request = ComparedModel(model, config, checked(sets, verify), plugins or (), quantize, trust_remote_code, dtype)
     speeds, found = measure(llm, answered(asked, outputs) if compare else [], request)
     show(llm, given, outputs, speeds, found, as_json=as_json, table=table, verify=verify)
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """What the engine was asked for, as far as its graphs in other dtypes depend on it."""
+    """What the engine was asked for, as far as its graphs in other dtypes depend on it. With a dtype that was named
+    there are none in others, as in `graft check`."""
 
     model: str
     config: str | None = None
@@ -22,6 +23,7 @@ class ComparedModel:
     plugins: Sequence[str] = ()
     quantize: str | None = None
     trust_remote_code: bool = False
+    dtype: str = "auto"
 
     def load(self, dtype: str) -> LoadedModel:
         from graft.models.load import load_model
@@ -40,14 +42,16 @@ def measure(
     from graft.bench.baselines.hf import hugging_face_rate
     from graft.cli.show import progress_bar
     from graft.engine.stages import settings_for
-    from graft.workbench.compare.engine import compare_engine
+    from graft.workbench.compare.engine import DTYPES, compare_engine
 
     settings = settings_for(llm.model, asked.config, asked.quantize, sets=asked.sets, plugins=asked.plugins)
     with progress_bar() as progress:
         progress("timing Hugging Face eager", 0, 1)
         ids, batch = llm.encode(prompts[0]), len(prompts)
         speeds["hugging_face_eager"] = hugging_face_rate(llm.model, ids, llm.stats.new_tokens // batch, batch)
-        return speeds, compare_engine(llm, ids, asked.load, settings, progress)
+        return speeds, compare_engine(
+            llm, ids, asked.load, settings, progress, DTYPES if asked.dtype == "auto" else ()
+        )
 
 
 def show_comparison(found: EngineComparison) -> None:

@@ -100,16 +100,18 @@ class EngineComparison:
 
 
 def compare_engine(
-    llm: LLM, ids: Sequence[int], load: Load, settings: PipelineConfig, progress: Progress | None = None
-) -> EngineComparison:
-    """llm: with `keep_weights`. settings: of its pipeline, less what is for weights that stay in a file's blocks."""
+    llm: LLM, ids: Sequence[int], load: Load, settings: PipelineConfig, progress: Progress | None = None,
+    dtypes: Sequence[str] = DTYPES,
+) -> EngineComparison:  # fmt: skip
+    """llm: with `keep_weights`. settings: of its pipeline, less what is for weights that stay in a file's blocks.
+    dtypes: of graphs, beside the engine's own."""
     scenario = scenario_of(ids[:COMPARED])
     if progress:
         progress("comparing logits with float64", 0, 0)
     steps, problem = engine_steps_off(llm, scenario)
     lines, found = [], None
     own = str(llm.model.module.dtype).removeprefix("torch.")
-    for dtype in (own, *(name for name in DTYPES if name != own)):
+    for dtype in (own, *(name for name in dtypes if name != own)):
         if progress:
             progress(f"comparing graphs in {dtype}", 0, 0)
         line, bisection = graphs_off(llm, dtype, own, load, settings, scenario)
