@@ -122,7 +122,8 @@ def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on(llm, monkeypatc
     asked = b"caf\xe9\n/rest\n" + b"word " * 9000 + b"\nHi\n"
     told = graft_command("chat", "--max-tokens", "4", "--json", stdin=asked)
     first, second, answer = map(json.loads, told.stdout.splitlines())
-    assert told.exit_code == 0 and "not valid text" in first["error"] and "context is 8192" in second["error"]
+    assert told.exit_code == 0 and "not valid text" in first["error"]["message"]
+    assert "context is 8192" in second["error"]["message"]
     assert answer["finish_reason"] == "length"
     for message in ("not valid text", "no command /rest", "context is 8192"):
         assert message in told.stderr
