@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -98,6 +99,7 @@ class Served:
         """Waits until it is ready."""
         if not hasattr(self, "found"):
             assert self.process.stdout is not None
+            assert select.select([self.process.stdout], [], [], PATIENCE)[0], "it never got ready"
             line = self.process.stdout.readline()
             assert "ready at" in line, f"not ready: {line!r}, exit status {self.process.poll()}"
             self.found = line.split("ready at ")[1].split("/v1")[0]
