@@ -49,6 +49,7 @@ def scaled(right: Tensor, when: bool, factor: float = 1.05) -> Tensor:
 FAULTS = {
     "": lambda right, gate, up: right,
     "one token": lambda right, gate, up: scaled(right, tokens(gate) == 1),
+    "above 521 tokens": lambda right, gate, up: scaled(right, tokens(gate) > 521),
     "above 64 tokens": lambda right, gate, up: scaled(right, tokens(gate) > 64),
     "at 37 tokens": lambda right, gate, up: scaled(right, tokens(gate) == 37),
     "two tokens of two sequences": lambda right, gate, up: scaled(right, gate.shape[:2] == (2, 2)),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node, map_arg
 
-from graft.base.errors import VerificationError
+from graft.base.errors import PatternError, VerificationError
 from graft.ir.edit import Editor, check_same_kind
 from graft.ir.nodes import calls, is_op, where
 from graft.ir.patterns.match import Finder, Match, NearMiss, Refused
@@ -81,6 +81,15 @@ class PatternTransform(Rewriter):
     lacking = ""  # by default, what the patterns are called and what they need
     explained: ClassVar[tuple[Any, ...]] = ()
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not callable(cls.rewrites):
+            kind = type(cls.rewrites).__name__
+            raise PatternError(
+                f"{cls.__name__}.rewrites is a {kind}, which cannot be called; write it as a method:"
+                " def rewrites(self) -> Sequence[Rewrite]"
+            )
+
     def rewrites(self) -> Sequence[Rewrite]:
         raise NotImplementedError
 
@@ -88,7 +97,7 @@ class PatternTransform(Rewriter):
         return PatternRun(gm, context, Editor(gm, self.name))
 
     def candidates(self, run: PatternRun) -> Iterator[PatternMatch]:
-        for rewrite in self.rewrites():
+        for rewrite in self.checked_rewrites():
             absent = run.absent(rewrite.needs)
             if absent is not None:
                 run.lacking.append(need_text(absent))
@@ -98,6 +107,17 @@ class PatternTransform(Rewriter):
             run.misses += near
             for match in matches:
                 yield PatternMatch(**vars(match), rewrite=rewrite)
+
+    def checked_rewrites(self) -> list[Rewrite]:
+        """Those of an author, who may have given something else."""
+        found = list(self.rewrites())
+        wrong = next((one for one in found if not isinstance(one, Rewrite)), None)
+        if wrong is not None:
+            raise PatternError(
+                f"{type(self).__name__}.rewrites gives a {type(wrong).__name__} where a Rewrite is due; write"
+                " Rewrite(pattern, replacement, shapes)"
+            )
+        return found
 
     def find(self, run: PatternRun, candidate: PatternMatch) -> PatternMatch:
         """What was found, reading what replaced its inputs since then."""

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import graft
 from graft import Context, Match, PatternTransform, Refused, Rewrite, Rewriter
-from graft.base.errors import TransformError
+from graft.base.authors import told
+from graft.base.errors import PatternError, TransformError
 from graft.ir.edit import second_module
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op
@@ -332,3 +333,25 @@ def test_half_of_the_library_are_patterns_and_walks_say_why_they_are_not():
     assert 2 * len(patterns) >= len(rewrites), patterns
     for name in set(library) - set(patterns):
         assert "A walk" in library[name].__doc__, f"{name} walks the graph and does not say why"
+
+
+# ── what authors get wrong ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rewrites_that_are_no_method_are_told_where_the_class_is():
+    with pytest.raises(PatternError, match=r"Tuple\.rewrites is a tuple, .* def rewrites\(self\)") as raised:
+        type("Tuple", (PatternTransform,), {"rewrites": (), "__doc__": "For a test."})
+    assert "test_rewriter.py" in told(raised.value)
+
+
+def test_what_is_no_rewrite_is_told():
+    class Pairs(PatternTransform):
+        """For a test."""
+
+        name = "pairs"
+
+        def rewrites(self):
+            return [(torch.sin, torch.cos)]
+
+    with pytest.raises(TransformError, match=r"Pairs\.rewrites gives a tuple where a Rewrite is due"):
+        applied(torch.sin, Pairs)

@@ -23,6 +23,7 @@ SWEPT = 130  # two tiles of 64, and two more
 SWEEP: Sequence[int] = range(1, SWEPT + 1)
 SWEPT_OTHERS = 40  # of sizes before the last in a shape: sequences, where the last is tokens
 ABOVE_TILES, LARGE = 257, 521  # primes: no tile divides them; 256 is the largest tile of any kernel here
+SEVERAL, OF_SEVERAL = 3, 175  # sequences of a prompt each: more tokens together than one of a short context may have
 
 
 def size_with(size: Any, node: Node, sizes: Sizes) -> int:
@@ -72,16 +73,19 @@ def needed_sizes(upper: Mapping[str, int]) -> list[Sizes]:
 
 
 def further_sizes(upper: Mapping[str, int]) -> list[Sizes]:
-    """In the order of what they are worth: a prime above any tile and a large number, then every one up to SWEPT."""
-    counts = [65, ABOVE_TILES, LARGE, *SWEEP]
+    """In the order of what they are worth: a prime above any tile and a large number, several prompts, then every one
+    up to SWEPT."""
     last = list(upper)[-1:]
-    ordered = [
-        dict.fromkeys(upper, 1) | {name: count}
-        for count in counts
-        for name in upper
-        if name in last or count <= SWEPT_OTHERS
-    ]
-    return [sizes for sizes in distinct(ordered) if fits(sizes, upper)]
+    several = dict.fromkeys(upper, SEVERAL) | dict.fromkeys(last, OF_SEVERAL)
+
+    def alone(counts: Iterable[int]) -> list[Sizes]:
+        """One size of so many, the others 1."""
+        chosen = [(name, count) for count in counts for name in upper if name in last or count <= SWEPT_OTHERS]
+        return [dict.fromkeys(upper, 1) | {name: count} for name, count in chosen]
+
+    together = [several] if upper else []
+    ordered = distinct([*alone((65, ABOVE_TILES, LARGE)), *together, *alone(SWEEP)])
+    return [sizes for sizes in ordered if fits(sizes, upper)]
 
 
 def distinct(ordered: Sequence[Sizes]) -> list[Sizes]:

@@ -1,7 +1,7 @@
 """What one trial is made of, and the trials of a match: no fault of one size, dtype, layout or range goes unseen.
 
 All combinations would be tens of thousands. Every value and every layout is tried in the graph's own dtype at the
-recorded sizes, six pairs of them in every other dtype, every needed size in every dtype with one layout after
+recorded sizes, seven pairs of them in every other dtype, every needed size in every dtype with one layout after
 another; the sweep over sizes is in the graph's own dtype. A fault that needs three of them at once may slip through.
 """
 
@@ -24,6 +24,7 @@ ORDINARY = "random"
 ELSEWHERE = (
     *((ORDINARY, RECORDED_LAYOUT), ("moderate", "offset"), ("spread", RECORDED_LAYOUT), ("large", RECORDED_LAYOUT)),
     *(("negative", "transposed"), ("one NaN", RECORDED_LAYOUT)),
+    ("small", RECORDED_LAYOUT),  # one percent more of an eps is below the roundings of 16 bits
 )
 
 
