@@ -207,8 +207,7 @@ WRONG = {
 # op → case → why it stays eager: all other cases must be lowered
 REFUSED = {
     "moe_route": {
-        "llama-4, sigmoid of one": "experts are chosen by sigmoid",
-        "sigmoid of all, normalized": "experts are chosen by sigmoid",
+        "llama-4, sigmoid of one": "experts are chosen first and weighed by sigmoid",
     },
     "moe_experts": {
         "gpt-oss/40": "experts with gate_up_bias, down_bias, interleaved",

@@ -14,6 +14,8 @@ from marks import short
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1] * 3, [11]]
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
+# latent attention pads and puts together what attention reads; the experts of gpt-oss have biases
+IN_PARTS = ("deepseek-v2", "deepseek-v3", "gpt-oss")
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -25,7 +27,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", short(FAMILIES, "gemma-2", "qwen3-moe"))
+@pytest.mark.parametrize("family", short(FAMILIES, "gemma-2", "qwen3-moe", "deepseek-v3"))
 def test_greedy_tokens_are_those_of_the_eager_engine(family):
     native, eager = (
         LLM(tiny(family), backend=name, max_num_batched_tokens=20, kv_cache_memory="8MiB")
@@ -33,6 +35,8 @@ def test_greedy_tokens_are_those_of_the_eager_engine(family):
     )
     assert native.backend == "native"
     assert tokens(native) == tokens(eager)
-    assert any("in 1 regions" in note for note in native.report.notes), native.report.notes
-    assert not [note for note in native.report.notes if "native: eager at" in note]
-    assert all(kernel.names == ("native",) for kernel in native.report.kernels.values())
+    eagerly = [note for note in native.report.notes if "native: eager at" in note]
+    assert bool(eagerly) == (family in IN_PARTS), eagerly
+    if family not in IN_PARTS:
+        assert any("in 1 regions" in note for note in native.report.notes), native.report.notes
+        assert all(kernel.names == ("native",) for kernel in native.report.kernels.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -164,8 +164,23 @@ def abstract_call(node: Node) -> Any:
     args, kwargs = map_arg(node.args, val), map_arg(node.kwargs, val)
     mode = fake_mode(node)
     call = RULES.get(node.target, node.target)
+    sizes = mode.shape_env if mode is not None else None
+    open_before = set(sizes.replacements) if sizes is not None else set()
     with mode or nullcontext(), torch.no_grad():
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+    if sizes is not None and len(sizes.replacements) > len(open_before):
+        refuse_fixed(node, {s: n for s, n in sizes.replacements.items() if s not in open_before and n.is_number})
+    return result
+
+
+def refuse_fixed(node: Node, fixed: Mapping[Any, Any]) -> None:
+    """A call whose shape rule asks for a number turns a size that is open into that of the example, in every node."""
+    if fixed:
+        sizes = ", ".join(f"{symbol} = {number}" for symbol, number in fixed.items())
+        raise VerificationError(
+            f"{where(node)} ({node.target}) fixes sizes that are open in the graph ({sizes}): torch's rule"
+            " for its shape asks for their numbers; write it with other ops, as torch.cat with zeros for a padding"
+        )
 
 
 def linear_result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001
@@ -178,8 +193,21 @@ def matmul_result(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.narrow(-1, 0, 1) * right.narrow(-2, 0, 1)  # broadcasts to the same shape and dtype
 
 
-# torch 2.11 takes these two apart in C++ that refuses symbolic sizes
-RULES: dict[Any, Any] = {torch.ops.aten.linear.default: linear_result, torch.ops.aten.matmul.default: matmul_result}
+def padded_result(x: torch.Tensor, pad: Sequence[int], *_: Any) -> torch.Tensor:
+    """Two numbers a dim, from the last dim on; whatever fills them."""
+    sizes = list(x.shape)
+    for index in range(len(pad) // 2):
+        sizes[-1 - index] += pad[2 * index] + pad[2 * index + 1]
+    return x.new_empty(sizes)
+
+
+# Rules of torch's that refuse symbolic sizes (2.11: the first two), or ask for their numbers
+RULES: dict[Any, Any] = {
+    torch.ops.aten.linear.default: linear_result,
+    torch.ops.aten.matmul.default: matmul_result,
+    torch.ops.aten.constant_pad_nd.default: padded_result,
+    torch.ops.aten.pad.default: padded_result,
+}
 
 
 class AbstractCalls:

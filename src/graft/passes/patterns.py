@@ -17,7 +17,7 @@ from graft.ir.patterns.needs import Need, calls_and_reads, is_met, need_text, op
 from graft.ir.patterns.pattern import Pattern
 from graft.ir.trace import current_level
 from graft.passes.base import Context
-from graft.passes.rewriter import Rewriter, RewriteRun, closest
+from graft.passes.rewriter import Rewriter, RewriteRun, closest, forget_taken
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ class PatternTransform(Rewriter):
 
     def finish(self, run: Any) -> None:
         """What another pattern took after all is no miss of the ones before it; what is left is explained."""
-        taken = {name for record in run.records for name in record.replaced}
-        run.misses = [miss for miss in run.misses if miss.name not in taken]
+        taken = forget_taken(run)
         for node in list(run.gm.graph.nodes) if self.explained else ():
             if is_op(node, *self.explained) and node.name not in taken:
                 try:

@@ -136,6 +136,13 @@ def claim(match: Match, taken: set[Node]) -> None:
     taken.update(own)
 
 
+def forget_taken(run: Any) -> set[str]:
+    """What a match took after all is no near miss of the sites before it; the names of all that was taken."""
+    taken = {name for record in run.records for name in record.replaced}
+    run.misses = [miss for miss in run.misses if miss.name not in taken]
+    return taken
+
+
 def closest(misses: Sequence[NearMiss]) -> str:
     nearest = max(misses, key=lambda miss: (miss.matched / max(miss.size, 1), miss.size))
     return f"{len(misses)} near misses; closest at {nearest.anchor}: {nearest.reason}"

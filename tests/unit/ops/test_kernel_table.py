@@ -86,7 +86,8 @@ def test_what_a_native_kernel_does_not_take_its_table_says():
     linear = calls_of("fused_linear")[0].by(native)
     bias = torch.zeros(1)
     for op, call, reason in (
-        ("moe_route", route._replace(scoring="sigmoid"), "experts are chosen by sigmoid"),
+        ("moe_route", route._replace(scoring="sigmoid", select_first=True), "chosen first and weighed by sigmoid"),
+        ("moe_route", route._replace(groups=4, group_best=3), "groups are chosen by their 3 best experts"),
         ("moe_experts", experts._replace(gate_up_bias=bias), "experts with gate_up_bias"),
         ("moe_experts", experts._replace(gate_up_bias=None, activation="relu"), "experts with relu"),
         ("fused_linear", linear._replace(fp8_from=4), "rows of x are rounded to float8"),

@@ -184,7 +184,7 @@ def a_percent_more(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("replacement", [over_root, a_percent_more])
 def test_a_percent_of_an_eps_shows_in_16_bits_too(replacement, planted_transform):
-    """Below the roundings of bfloat16, whatever the machine; the piece is tried with small values in float32 as well."""
+    """Below the roundings of bfloat16, whatever the machine: the piece is tried with small values in float32 too."""
 
     class Norm(nn.Module):
         def forward(self, x):
@@ -329,7 +329,11 @@ def test_a_merge_is_held_to_a_share_of_its_values_whatever_their_size(scale, dty
     found = difference(exact, before, merged, execution)
     assert not found.wrong and not found.unclear and found.limit <= CEILING
     flushed = not merged.any()  # as some machines do with subnormal bfloat16: then zeros are the original's bits
-    wrong_ones = [(exact * 1.25).to(dtype), exact.roll(1, -1).to(dtype), *([] if flushed else [torch.zeros_like(merged)])]
+    wrong_ones = [
+        (exact * 1.25).to(dtype),
+        exact.roll(1, -1).to(dtype),
+        *([] if flushed else [torch.zeros_like(merged)]),
+    ]
     for wrong in wrong_ones:
         judged = difference(exact, before, wrong, execution)
         assert judged.wrong or judged.unclear  # a step among subnormal bfloat16 is a quarter of these values: told

@@ -9,6 +9,21 @@ import torch
 
 from graft.ops.cases import Case
 
+EVEN = 1.0 / 1024  # a step of the bias, smaller than those of sigmoids of logits a quarter apart around 0
+
+
+def grouped(
+    shape: tuple[int, int], top_k: int, groups: int, top_groups: int, group_best: int, scoring: str, biased: bool,
+    device: str, dtype: torch.dtype, generator: torch.Generator,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Experts in groups, as DeepSeek has them; logits are so far apart that groups differ in any dtype."""
+    n, e = shape
+    ranks = torch.stack([torch.randperm(e, generator=generator) for _ in range(n)])
+    logits = ((ranks - e // 2) / 8).to(device=device, dtype=dtype)
+    bias = (torch.randperm(e, generator=generator) * EVEN).to(device=device, dtype=torch.float32) if biased else None
+    tail = (bias, groups, top_groups, group_best, 1e-20, 2.5)
+    return logits, top_k, scoring == "sigmoid", torch.float32, False, scoring, *tail
+
 
 def make(
     shape: tuple[int, int], top_k: int, normalize: bool, cast: bool, select_first: bool, scoring: str,
@@ -29,5 +44,8 @@ CASES = [
     Case("one expert, odd count", partial(make, (3, 5), 1, False, False, False, "softmax"), 5),
     Case("llama-4, sigmoid of one", partial(make, (4, 16), 1, False, True, True, "sigmoid"), 16),
     Case("sigmoid of all, normalized", partial(make, (4, 16), 8, True, False, False, "sigmoid"), 16),
+    Case("deepseek-v3", partial(grouped, (5, 32), 4, 8, 4, 2, "sigmoid", True), 32),
+    Case("moonlight, one group", partial(grouped, (3, 16), 6, 1, 1, 2, "sigmoid", True), 16),
+    Case("deepseek-v2, groups by their best", partial(grouped, (4, 40), 6, 8, 3, 1, "softmax", False), 40),
     Case("all experts", partial(make, (3, 6), 6, True, True, False, "softmax"), 6),
 ]

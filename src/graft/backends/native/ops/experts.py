@@ -18,10 +18,15 @@ def lower_moe_route(plan: Planner, node: Node) -> None:
     logits = plan.flat(o["logits"])
     chosen = HeadLayout(logits.layout.rows, 1, int(o["top_k"]), "flat")
     weights, ids = plan.new(node, chosen, "_weights"), plan.new(node, chosen, "_ids")
-    kernel = NativeKernel("moe_route", "MoeRouteArgs", "ops/moe_route/native.h", writes=("weights", "ids"))
+    kernel = NativeKernel(
+        "moe_route", "MoeRouteArgs", "ops/moe_route/native.h", writes=("weights", "ids"),
+        scratch=str(2 * logits.layout.size + int(o["groups"])),
+    )  # fmt: skip
     plan.step(
         node, kernel, logits=logits, top_k=int(o["top_k"]), normalize=bool(o["normalize"]),
-        select_first=bool(o["select_first"]), rows=plan.rows(chosen), weights=weights, ids=ids,
+        select_first=bool(o["select_first"]), sigmoid=o["scoring"] == "sigmoid", bias=plan.vector_or_null(o["bias"]),
+        groups=int(o["groups"]), top_groups=int(o["top_groups"]), group_best=int(o["group_best"]),
+        eps=float(o["eps"]), scale=float(o["scale"]), rows=plan.rows(chosen), weights=weights, ids=ids,
     )  # fmt: skip
     plan.bind(node, (weights, ids))
 

@@ -18,7 +18,7 @@ from graft.passes.library.moe.experts import Experts, read_experts
 from graft.passes.library.moe.mlp import Stack, Weights, as_tensor, stack_problem
 from graft.passes.library.moe.routing import Routing, read_routing
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, RewriteRun
+from graft.passes.rewriter import Rewriter, RewriteRun, forget_taken
 from graft.passes.walk import GraphWalk, require
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -38,12 +38,14 @@ class FuseMoE(Rewriter):
              %y = graft.moe_experts(%x, %weights, %ids, %gate_up, %down, "silu")
 
     Also without the division, with weights cast to the model's dtype, with topk before softmax (GraniteMoe), with a
-    sigmoid (Llama 4), and with Hugging Face's `batched_mm` experts; loops over experts that take their tokens
-    (Mixtral's index_add) or all tokens with a share; all experts in one bmm (gpt-oss, Llama 4). Experts of their own
-    weights are laid out as one tensor, of which the old ones become views: no second copy. Logits, weights and ids
-    may have other readers. Numerics: bitwise with the reference for `grouped_mm` experts; other spellings and the GPU
-    kernels sum GEMMs, and the experts of a token, in another order, and an expert that was not chosen counts
-    nothing even where it overflows. Of equal logits the Triton routing takes the first, as CUDA's topk does.
+    sigmoid (Llama 4), with groups of experts, a bias of the choice and a factor (DeepSeek), and with Hugging Face's
+    `batched_mm` experts; loops over experts that take their tokens (Mixtral's index_add) or all tokens with a share;
+    all experts in one bmm (gpt-oss, Llama 4). Experts of their own weights are laid out as one tensor, of which the
+    old ones become views: no second copy. Logits may have other readers, and so may weights and ids where the model's
+    topk gives them in a set order. Numerics: bitwise with the reference for `grouped_mm` experts in that order;
+    without one, in other spellings and in GPU kernels, GEMMs and the experts of a token are summed in another order,
+    and an expert that was not chosen counts nothing even where it overflows. Of equal logits the Triton routing takes
+    the first, as CUDA's topk does.
 
     A walk: there are as many experts as there are, and their weights become one tensor.
     """
@@ -59,7 +61,8 @@ class FuseMoE(Rewriter):
         experts = read_experts(walk, routing)
         kept = keep_shares(walk, routing)
         check_weights(run.gm, walk, routing, experts, run.context)
-        outputs = tuple(node for node in (experts.result, routing.weights, routing.ids) if node is not None)
+        routed = (routing.weights, routing.ids) if routing.ordered else ()
+        outputs = tuple(node for node in (experts.result, *routed) if node is not None)
         return Mixture("moe", {}, {}, tuple(walk.nodes), outputs, reading.anchor, routing, experts, kept)
 
     def check(self, run: RewriteRun, match: Mixture) -> None:
@@ -67,16 +70,15 @@ class FuseMoE(Rewriter):
         nodes, routing, experts = match.nodes, match.routing, match.experts
         refuse_readers(nodes, match.outputs)
         stacks = [stack for stack, _ in shapes(experts.weights, 0, 0, 0)]
-        for node in (*nodes, routing.logits, experts.x, *(n for stack in stacks for n in stack.nodes)):
+        bias = [] if routing.bias is None else [routing.bias]
+        for node in (*nodes, routing.logits, *bias, experts.x, *(n for stack in stacks for n in stack.nodes)):
             writer = next((w for w in writers(storage_root(node)) if w not in nodes and w not in match.kept), None)
             if writer is not None and node not in (routing.weights, routing.ids):
                 raise Refused(node, f"{where(node)} is written in place by {where(writer)}")
 
     def write(self, run: RewriteRun, match: Mixture) -> list[Node]:
         editor, topk, routing, experts = run.editor, match.topk, match.routing, match.experts
-        plain = (routing.logits, routing.top_k, routing.normalize, routing.dtype)
-        route_args = without_defaults(plain, (routing.select_first, routing.scoring), (False, "softmax"))
-        route = editor.call(ops.moe_route.default, route_args, before=topk, like=topk)
+        route = editor.call(ops.moe_route.default, route_args(routing), before=topk, like=topk)
         weights, ids = (editor.call(getitem, (route, index), before=topk, like=topk) for index in (0, 1))
         result = experts.result
         args = experts_args(editor, routing, experts, weights, ids)
@@ -85,9 +87,12 @@ class FuseMoE(Rewriter):
             flat = (made[-1], list(experts.sizes))
             made.append(editor.call(aten.reshape.default, flat, before=result, like=result))
         for old, new in ((routing.weights, weights), (routing.ids, ids), (result, made[-1])):
-            if old is not None:
+            if old in match.outputs:
                 editor.replace(old, new)
         return made
+
+    def finish(self, run: RewriteRun) -> None:
+        forget_taken(run)  # the choice of groups is a topk too
 
     def near_miss(self, run: RewriteRun, reading: Reading, refused: Refused) -> NearMiss:
         found = len(reading.walk.nodes)
@@ -144,6 +149,16 @@ def check_weights(gm: GraphModule, walk: GraphWalk, routing: Routing, experts: E
     result = tensor_of(experts.result)
     require(result.dtype == x.dtype, experts.result, f"{where(experts.result)} is not cast back to {x.dtype}")
     require(routing.dtype != torch.float64, routing.ids, "the routing is float64, and the op computes in float32")
+
+
+def route_args(routing: Routing) -> tuple[Any, ...]:
+    plain = (routing.logits, routing.top_k, routing.normalize, routing.dtype)
+    groups = routing.groups
+    options = (
+        routing.select_first, routing.scoring, routing.bias, groups.count, groups.top, groups.best, routing.eps,
+        routing.scale,
+    )  # fmt: skip
+    return without_defaults(plain, options, (False, "softmax", None, 1, 1, 1, 0.0, 1.0))
 
 
 def hidden_size(experts: Experts) -> int:

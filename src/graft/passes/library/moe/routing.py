@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from graft.ir.nodes import is_op, options_of, tensor_of, where
+from graft.ir.nodes import is_op, options_of, same_sizes, tensor_of, where
 from graft.ir.patterns.match import Refused
+from graft.passes.library.moe.groups import ONE_GROUP, SCORES, ExpertGroups, is_filled, read_groups
 from graft.passes.walk import GraphWalk, readers_text, require
 
 aten = torch.ops.aten
 
 
 SCATTERS = (aten.scatter_.src, aten.scatter.src)
-ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-FULLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Routing:
     """What `graft::moe_route` stands for: weights and ids, both [n, k], from logits [n, e].
 
     weights: None where the model has them as `shares` [n, e] alone, with 0 for experts that were not chosen.
+    ordered: the heaviest first; else the model does not say, and nobody but the experts may read weights and ids.
     """
 
     logits: Node
@@ -35,39 +36,90 @@ class Routing:
     dtype: torch.dtype
     scoring: str = "softmax"
     shares: Node | None = None
+    bias: Node | None = None
+    groups: ExpertGroups = ONE_GROUP
+    eps: float = 0.0
+    scale: float = 1.0
+    ordered: bool = True
 
     @property
     def experts(self) -> int:
         return tensor_of(self.logits).shape[-1]
 
 
+@dataclass(frozen=True)
+class ScaledWeights:
+    """What was made of the chosen experts' scores: over their sum and eps where `normalize`, times scale."""
+
+    node: Node
+    normalize: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+
+
 def read_routing(walk: GraphWalk, topk: Node) -> Routing:
     """The routing around a `topk`: softmax or sigmoid above it, or below it where the model selects first."""
     walk.take(topk)
-    scores, k = options_of(topk)["self"], options_of(topk)["k"]
+    options = options_of(topk)
     values, ids = walk.piece(topk, 0), walk.piece(topk, 1)
-    if values is None or ids is None:
-        read, other = ("values", "ids") if ids is None else ("ids", "weights")
-        raise Refused(topk, f"only the {read} of {where(topk)} are read, the experts' {other} come from elsewhere")
+    require(ids is not None, topk, f"only the values of {where(topk)} are read, the experts' ids come from elsewhere")
+    assert ids is not None
     check_topk(topk)
-    select_first = not is_op(scores, aten.softmax.int, aten.sigmoid.default)
+    choice, groups = read_groups(walk, options["self"], options["k"])
+    scores, bias = read_bias(walk, choice)
+    k, shares = options["k"], None
+    select_first = not is_op(scores, *SCORES)
     if select_first:
-        scoring, weights, shares = read_selected(walk, topk, values, ids)
-        logits, normalize = scores, False
+        require(values is not None, topk, f"only the ids of {where(topk)} are read, weights come from elsewhere")
+        assert values is not None
+        scoring, chosen, shares = read_selected(walk, topk, values, ids)
+        logits, found = scores, ScaledWeights(chosen) if chosen is not None else None
     else:
         scoring = "softmax" if is_op(scores, aten.softmax.int) else "sigmoid"
         check_scores(walk.take(scores))
-        logits, shares = scores.args[0], None
-        weights, normalize = read_normalization(walk, values)
+        logits = scores.args[0]
+        found = read_scale(walk, read_normalization(walk, read_chosen(walk, topk, scores, values, ids, bias)))
     if is_op(logits, aten.to.dtype) and tensor_of(logits).dtype == torch.float32:
         if len(logits.users) == 1:
             walk.take(logits)
         logits = logits.args[0]  # the op computes in float32 by itself
-    if weights is not None:
-        weights = read_cast(walk, weights)
+    weights = None
+    if found is not None:
+        weights = read_cast(walk, found.node)
         shares = read_scattered(walk, ids, weights)
     kept = weights if weights is not None else shares
-    return Routing(logits, k, normalize, select_first, weights, ids, tensor_of(kept).dtype, scoring, shares)
+    read = Routing(logits, k, False, select_first, weights, ids, tensor_of(kept).dtype, scoring, shares, bias, groups)
+    how = found or ScaledWeights(ids)
+    return replace(
+        read, normalize=how.normalize, eps=how.eps, scale=how.scale, ordered=bool(options["sorted"])
+    )  # fmt: skip
+
+
+def read_bias(walk: GraphWalk, choice: Any) -> tuple[Any, Node | None]:
+    """scores + bias [e], by which experts are chosen and not weighed (DeepSeek-V3): scores, bias."""
+    if not is_op(choice, aten.add.Tensor) or choice.kwargs:
+        return choice, None
+    scores, bias = sorted(choice.args[:2], key=lambda side: not is_op(side, *SCORES))
+    if not is_op(scores, *SCORES) or not isinstance(bias, Node):
+        return choice, None
+    walk.take(choice)
+    each = same_sizes(tensor_of(bias).shape, tensor_of(scores).shape[-1:])
+    require(each, choice, f"{where(choice)} does not add one number for each expert")
+    return scores, bias
+
+
+def read_chosen(
+    walk: GraphWalk, topk: Node, scores: Node, values: Node | None, ids: Node, bias: Node | None
+) -> Node:  # fmt: skip
+    """The scores of the chosen experts, without the bias: those that topk gave, or scores.gather(-1, ids)."""
+    if values is not None:
+        require(bias is None, topk, f"the values of {where(topk)}, with {where(bias or topk)}, weigh the experts")
+        return values
+    gathered = walk.reader(ids, aten.gather.default)
+    source, dim, index = gathered.args[:3]
+    fits = source is scores and dim in (1, -1) and index is ids
+    require(fits, gathered, f"{where(gathered)} does not take the scores {where(scores)} of the chosen experts")
+    return gathered
 
 
 def read_cast(walk: GraphWalk, node: Node) -> Node:
@@ -111,20 +163,12 @@ def read_scattered(walk: GraphWalk, ids: Node, values: Node, fill: float = 0.0) 
     return found[0]
 
 
-def is_filled(node: object, value: float) -> bool:
-    """A new tensor with one number everywhere."""
-    return (value == 0 and is_op(node, *ZEROS)) or (is_op(node, *FULLS) and options_of(node)["fill_value"] == value)
-
-
 def check_topk(node: Node) -> None:
     options = options_of(node)
     require(isinstance(options["k"], int), node, f"{where(node)} takes a computed number of experts")
     rows = tensor_of(options["self"]).dim() == 2 and options["dim"] in (-1, 1)
     require(rows, node, f"{where(node)} is not over rows [n, e]")
     require(options["largest"], node, f"{where(node)} takes the smallest scores (largest=False)")
-    require(
-        options["sorted"], node, f"{where(node)} has no set order (sorted=False), the op gives the heaviest first"
-    )
 
 
 def check_scores(node: Node) -> None:
@@ -134,13 +178,28 @@ def check_scores(node: Node) -> None:
     require(tensor_of(node).dtype == torch.float32, node, f"{where(node)} is not computed in float32")
 
 
-def read_normalization(walk: GraphWalk, values: Node) -> tuple[Node, bool]:
-    """values / values.sum(-1, keepdim=True), in place or not; or the values as they are."""
+def read_normalization(walk: GraphWalk, values: Node) -> ScaledWeights:
+    """values / (values.sum(-1, keepdim=True) + eps), in place or not; or the values as they are."""
     if not any(is_op(user, aten.sum.dim_IntList) for user in values.users):
-        return values, False
+        return ScaledWeights(values)
     total = walk.reader(values, aten.sum.dim_IntList)
     require(total.args[1:] == ([-1], True), total, f"{where(total)} does not sum over a token's experts")
-    weights = walk.reader(total, aten.div.Tensor, aten.div_.Tensor)
-    plain = weights.args == (values, total) and not weights.kwargs
+    eps, summed = 0.0, total
+    if any(is_op(user, aten.add.Tensor) for user in total.users):
+        summed = walk.reader(total, aten.add.Tensor)
+        number = summed.args[1]
+        plain = summed.args[0] is total and isinstance(number, int | float) and not summed.kwargs
+        require(plain, summed, f"{where(summed)} does not add a number to the sum of the weights")
+        eps = float(number)
+    weights = walk.reader(summed, aten.div.Tensor, aten.div_.Tensor)
+    plain = weights.args == (values, summed) and not weights.kwargs
     require(plain, weights, f"{where(weights)} does not divide the weights by their sum")
-    return weights, True
+    return ScaledWeights(weights, True, eps)
+
+
+def read_scale(walk: GraphWalk, found: ScaledWeights) -> ScaledWeights:
+    """weights * 2.5 (DeepSeek's routed_scaling_factor)."""
+    users = list(found.node.users)
+    if len(users) != 1 or not is_op(users[0], aten.mul.Tensor) or not isinstance(users[0].args[1], int | float):
+        return found
+    return replace(found, node=walk.take(users[0]), scale=float(users[0].args[1]))

@@ -80,6 +80,16 @@ def route_sigmoid_of_selected(logits):
     return torch.sigmoid(values.float()).to(logits.dtype), ids
 
 
+def scaled_route(logits):
+    weights, ids = softmax_route(logits)
+    return weights * 2.5, ids
+
+
+def epsilon_route(logits):
+    values, ids = torch.topk(torch.softmax(logits, -1), K)
+    return values / (values.sum(-1, keepdim=True) + 1e-6), ids
+
+
 def route_and_return(*which):
     """A routing that also hands out some of its values."""
 
@@ -120,7 +130,9 @@ class Transposed(nn.Module):
         return self.mlp(x)[0]
 
 
-@pytest.mark.parametrize("route", [softmax_route, route_in_place, route_select_first, *SIGMOIDS])
+@pytest.mark.parametrize(
+    "route", [softmax_route, route_in_place, route_select_first, scaled_route, epsilon_route, *SIGMOIDS]
+)
 def test_spellings_of_routing_fuse(route):
     module, x = Mixture(route), tokens()
     gm, record, _ = fuse(module, x)
@@ -135,21 +147,21 @@ def test_logits_weights_and_ids_may_be_read_elsewhere():
     assert all(torch.equal(a, b) for a, b in zip(gm(x), module(x), strict=True))
 
 
-def biased_route(logits):
-    """DeepSeek: chosen by one score and weighed by another."""
+def biased_by_a_token(logits):
+    """Chosen by one score and weighed by another, and not one number for each expert."""
     scores = torch.sigmoid(logits)
     _, ids = torch.topk(scores + 0.1 * scores[:1], K)
     return scores.gather(1, ids), ids
 
 
-def scaled_route(logits):
+def unsorted_and_returned(logits):
+    weights, ids = softmax_route(logits, sorted=False)
+    return weights, ids, ids
+
+
+def route_times_logits(logits):
     weights, ids = softmax_route(logits)
-    return weights * 2.5, ids
-
-
-def epsilon_route(logits):
-    values, ids = torch.topk(torch.softmax(logits, -1), K)
-    return values / (values.sum(-1, keepdim=True) + 1e-6), ids
+    return weights * logits[:, :1], ids
 
 
 def tanh_route(logits):
@@ -160,12 +172,11 @@ REFUSED = {
     "activation": ({"activation": "relu"}, "activation %relu.* is aten.relu, known are silu"),
     "half precision softmax": ({"route": lambda t: softmax_route(t.bfloat16())}, "not computed in float32"),
     "over tokens": ({"route": lambda t: softmax_route(t, dim=0)}, "%softmax.* is not over the experts"),
-    "unsorted": ({"route": lambda t: softmax_route(t, sorted=False)}, "no set order .sorted=False"),
+    "unsorted, returned": ({"route": unsorted_and_returned}, "%getitem.* has a second reader %output"),
     "smallest": ({"route": lambda t: softmax_route(t, largest=False)}, "largest=False"),
-    "biased": ({"route": biased_route}, "only the ids of %topk.* weights come from elsewhere"),
+    "biased": ({"route": biased_by_a_token}, "%add.* does not add one number for each expert"),
     "tanh": ({"route": tanh_route}, "%tanh.*, which is no softmax or sigmoid"),
-    "scaled weights": ({"route": scaled_route}, "is read by aten.mul.Tensor, expected one aten.reshape"),
-    "epsilon": ({"route": epsilon_route}, "is read by aten.add.Tensor, expected one aten.div.Tensor"),
+    "scaled by a tensor": ({"route": route_times_logits}, "is read by aten.mul.Tensor, expected one aten.reshape"),
     "probabilities returned": (
         {"route": route_and_return("probabilities")},
         "%softmax.* has a second reader %output",
@@ -206,7 +217,7 @@ def test_one_fits_and_the_other_stays():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = Mixture(scaled_route), Mixture()
+            self.first, self.second = Mixture(route_times_logits), Mixture()
 
         def forward(self, x):
             return self.second(self.first(x)[0].view_as(x))
