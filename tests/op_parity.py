@@ -3,7 +3,7 @@
     python tests/op_parity.py --route eager --dtype float32      # runs what build/op_parity.jsonl does not have yet
     python tests/op_parity.py --route inductor graft --jobs 16   # entry by entry, in so many processes
     python tests/op_parity.py --route inductor --unoptimized     # kernels as Inductor writes them, compiled at -O0
-    python tests/op_parity_page.py > docs/op_parity.md           # the table of all results so far
+    python tests/op_parity_page.py                               # docs/op_parity.md with all results so far
 
 A line is written before an entry runs and once more after it, so that one at which the process ended is seen; with
 --jobs another process goes on behind it.
@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 import graft
 from graft.base.errors import GraftError
+from graft.testing import assert_near_float64
 
 sys.path.append(str(Path(__file__).parent / "peers"))
 from peer_compare import compare, observe
@@ -121,16 +122,16 @@ def tried(sample: Sample, route: str) -> tuple[str, str]:
     try:
         compare(got, expected, layouts=False, close=True)
     except AssertionError as error:
-        if rounds_better(sample, got, expected):
+        if rounds_as_well(sample, got, expected):
             return "same", ""
         said = [note for note in notes if any(word in note for word in TOLD)]
         return ("told", said[0]) if said else ("wrong", first_line(error))
     return "same", ""
 
 
-def rounds_better(sample: Sample, got: Any, expected: Any) -> bool:
-    """Results in 16 bits that are not eager's, and at most as far from those in float64: Inductor rounds a chain of
-    operators once, eager each of them."""
+def rounds_as_well(sample: Sample, got: Any, expected: Any) -> bool:
+    """Results in 16 bits that are not eager's, but as near to those in float64 as graft holds its own kernels to:
+    Inductor rounds a chain of operators once, eager each of them, and neither is the other's yardstick."""
     if not any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in sample.tensors):
         return False
     wide = copy.copy(sample)
@@ -140,18 +141,12 @@ def rounds_better(sample: Sample, got: Any, expected: Any) -> bool:
         compare(replace(got, results=[]), replace(expected, results=[]), layouts=False, close=True)
     except Exception:  # noqa: BLE001  (no float64 to compare with, or other inputs or memory)
         return False
-    return all(
-        farness(value, truth) <= 1.01 * farness(eager, truth)
-        for value, eager, truth in zip(got.results, expected.results, exact.results, strict=True)
-    )
-
-
-def farness(value: Any, truth: Any) -> float:
-    if not isinstance(value, torch.Tensor):
-        return 0.0 if value == truth else float("inf")
-    if value.shape != truth.shape or not torch.equal(value.isfinite(), truth.to(value.dtype).isfinite()):
-        return float("inf")
-    return float((value.double() - truth.double()).nan_to_num(0, 0, 0).norm())
+    numbers = [(a, b) for a, b in zip(got.results, expected.results, strict=True) if not torch.is_tensor(b)]
+    try:
+        assert_near_float64(got.results, exact.results, like=expected.results)
+    except AssertionError:
+        return False
+    return all(value == eager for value, eager in numbers)
 
 
 def first_line(error: BaseException) -> str:
