@@ -99,7 +99,9 @@ def packages(tmp_path_factory):
 
 
 def numbers(*command):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    """LD_LIBRARY_PATH: a package names libtorch.so, which a runner linked with --as-needed has not loaded."""
+    libraries = str(Path(torch.__file__).parent / "lib")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_LIBRARY_PATH": libraries}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
