@@ -17,7 +17,7 @@ from graft.api.compiled import CompiledModule
 from graft.api.gradients import refuse_inputs
 from graft.api.options import settings_of
 from graft.api.program import capture_program
-from graft.api.restart import AUTO, restart_notes, restart_of
+from graft.api.restart import restart_notes, restart_of, unasked_notes
 from graft.api.variant import VariantSettings, build_variant
 from graft.backends.select import keep_sizes
 from graft.base.errors import UsageError
@@ -78,10 +78,13 @@ def compile_module(
 
 def begin_anew(compiled: CompiledModule, asked: Mapping[str, int | str] | str | None) -> CompiledModule:
     first = compiled.variants[0]
-    names = dict(zip(placeholders(first.graph_module.graph), first.names, strict=True)) if asked == AUTO else {}
-    positions = [names[node] for node in position_inputs(first.graph_module)] if asked == AUTO else []
-    compiled.restart = restart_of(asked, first.signature.leaves, positions)
-    notes = restart_notes(compiled.restart, first.signature.leaves, len(written_buffers(first.graph_module)))
+    leaves, written = first.signature.leaves, len(written_buffers(first.graph_module))
+    names = dict(zip(placeholders(first.graph_module.graph), first.names, strict=True))
+    positions = [names[node] for node in position_inputs(first.graph_module)] if written else []
+    compiled.restart = restart_of(asked, leaves, positions)
+    notes = restart_notes(compiled.restart, leaves, written)
+    if compiled.restart is None and written:
+        notes = unasked_notes(leaves, positions)
     report = replace(first.report, notes=(*first.report.notes, *notes))
     compiled.variants[0] = replace(first, report=report)
     return compiled

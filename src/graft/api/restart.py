@@ -82,22 +82,35 @@ def is_whole(leaf: Leaf) -> bool:
     return leaf.dtype.startswith(INTEGERS) if leaf.dtype else leaf.symbolic or isinstance(leaf.value, int)
 
 
-def found_restart(leaves: Sequence[Leaf], positions: Sequence[str]) -> Restart:
-    """The one input that says where buffers are written, else the one that is named like a sequence."""
+def candidates(leaves: Sequence[Leaf], positions: Sequence[str]) -> tuple[list[str], int | str]:
+    """The inputs that say where buffers are written, else those that are named like a sequence."""
     whole = [leaf.name for leaf in leaves if is_whole(leaf)]
     where = [name for name in whole if name in positions]
-    named = [name for name in whole if name.rpartition(".")[2] in SEQUENCES]
-    for names, when in ((where, 0), (named, CHANGED)):
-        if len(names) == 1:
-            return Restart(names[0], when, found=True)
-        if names:
-            raise UsageError(
-                f"restart='auto' found {' and '.join(names)}; name one: restart={{{names[0]!r}: {when!r}}}"
-            )
+    return (where, 0) if where else ([name for name in whole if name.rpartition(".")[2] in SEQUENCES], CHANGED)
+
+
+def found_restart(leaves: Sequence[Leaf], positions: Sequence[str]) -> Restart:
+    names, when = candidates(leaves, positions)
+    if len(names) == 1:
+        return Restart(names[0], when, found=True)
+    if names:
+        raise UsageError(f"restart='auto' found {' and '.join(names)}; name one: restart={{{names[0]!r}: {when!r}}}")
     raise UsageError(
         "restart='auto' found no input that says where buffers are written, and none that is named like a sequence"
         f" ({', '.join(SEQUENCES)}); name one: restart={{'INPUT': 0}} or {{'INPUT': 'changed'}}"
     )
+
+
+def unasked_notes(leaves: Sequence[Leaf], positions: Sequence[str]) -> list[str]:
+    """For a module that writes buffers and was compiled without `restart`: an input that could begin them anew."""
+    names, when = candidates(leaves, positions)
+    if len(names) != 1:
+        return []
+    begins = "starts at 0" if when == 0 else "changes"
+    return [
+        f"state: buffers go on from call to call as in eager, also where {names[0]} {begins}; restart='auto' begins"
+        " them anew there"
+    ]
 
 
 def restart_notes(restart: Restart | None, leaves: Sequence[Leaf], written: int) -> list[str]:

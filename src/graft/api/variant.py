@@ -35,7 +35,7 @@ from graft.passes.base import Context
 from graft.passes.config import PipelineConfig
 from graft.passes.library.fix_functionalization import NAME as FIX
 from graft.passes.pipeline import run_pipeline
-from graft.passes.report import Report
+from graft.passes.report import Report, TransformRecord
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,8 @@ def lower_variant(
     notes = (*notes, *off)
     notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
     report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
+    if off:
+        report = replace(report, transforms={**report.transforms, FIX: TransformRecord(FIX, "inductor", "disabled")})
     made = Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
     return replace(made, donated=tuple(donated), fix=fix, later=lowered.later)
 

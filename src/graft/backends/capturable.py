@@ -49,6 +49,7 @@ def capture_device(graph: Graph) -> torch.device:
     if len(cuda) > 1:
         raise refusal(devices[cuda[1]], f"is on {cuda[1]}, and others are on {cuda[0]}; a capture has one device")
     for node in graph.nodes:
+        refuse_sparse(node)
         refuse_call(node)
     if cuda:
         refuse_host_memory(graph)
@@ -57,6 +58,13 @@ def capture_device(graph: Graph) -> torch.device:
 
 def refusal(node: Node, problem: str) -> CaptureRefused:
     return CaptureRefused(f"{where(node)} {problem}; {INSTEAD}")
+
+
+def refuse_sparse(node: Node) -> None:
+    layouts = [item.layout for item in leaves(val(node)) if isinstance(item, torch.Tensor)]
+    sparse = next((layout for layout in layouts if layout is not torch.strided), None)
+    if sparse is not None:
+        raise refusal(node, f"is {sparse}, which has no one address for a replay to keep")
 
 
 def refuse_call(node: Node) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext, tracing
@@ -23,23 +23,21 @@ from torch.fx import Graph, GraphModule
 
 from graft.backends.eager import ran_here
 from graft.backends.inductor_caches import WatchedCall, without_caches
+from graft.backends.inductor_loops import counters_allowed, has_counted_loops, with_counters
 from graft.backends.lowered import InductorSettings, Lowered
-from graft.base.errors import GraphRefused, Recompiled, UsageError, near
+from graft.base.errors import GraftError, GraphRefused, Recompiled, UsageError, near
 from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.edit import second_module
 from graft.ir.effects import mutated_roots
-from graft.ir.nodes import is_op, leaves, placeholders, val, where
+from graft.ir.nodes import leaves, placeholders, val
 from graft.ir.storage import storage_id
 from graft.ir.streams import drop_streams, has_streams
 from graft.memory.inductor_fix.functionalization import inductor_options
 
 # A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
 FUSION_PASS = "post_grad_custom_pre_pass"
-aten = torch.ops.aten
 OTHER_NUMBERS = "inductor: it samples other random numbers than eager for the same seed"
-# their schemas deny that the parts are views
-UNSAFE_SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default)
 
 
 def lower_inductor(
@@ -57,28 +55,32 @@ def lower_inductor(
         notes.append("inductor: it orders its kernels itself, on one stream; the stream ops are left out")
     notes += unlike_eager(gm.graph)
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=patches)
-    call = WatchedCall(told_layouts(with_right_artifacts(compiled, gm)))
+    if has_counted_loops(gm.graph):
+        compiled = with_counters(compiled)
+    call = WatchedCall(told_failures(with_right_artifacts(compiled, gm)))
     return Lowered(call, "inductor", ran_here(gm), tuple(notes), later=call.notes)
 
 
 def unlike_eager(graph: Graph) -> list[str]:
     """What Inductor's code does otherwise than the operators do, for the report."""
-    notes = []
-    if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(graph))):
-        notes.append(OTHER_NUMBERS)
-    for node in all_nodes(graph):
-        if is_op(node, *UNSAFE_SPLITS):
-            notes.append(f"inductor: {where(node)} gives parts in memory of their own, where eager gives views")
-    return notes
+    samples = not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(graph)))
+    return [OTHER_NUMBERS] if samples else []
 
 
-def told_layouts(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, whose own check of strides is an error with a way out: torch 2.11 expects another layout of an fft
-    than some libraries give."""
+def told_failures(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose failures inside of Inductor are errors with a way out: a program that it cannot compile, and
+    its own check of strides (torch 2.11 expects another layout of an fft than some libraries give)."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            inner = error.inner_exception
+            if isinstance(inner, GraftError):
+                raise
+            raise GraphRefused(
+                f"Inductor cannot compile this program: {type(inner).__name__}: {inner}; backend='eager' runs it"
+            ) from error
         except AssertionError as error:
             if not str(error).startswith("expected size"):
                 raise
@@ -217,7 +219,7 @@ def compile_with_inductor(
 
     trust_instruction_sets()
     patches = inductor_patches(settings or InductorSettings())
-    with autograd_cache(inputs):
+    with autograd_cache(inputs), counters_allowed(gm.graph, inputs):
         compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     return compiled
 

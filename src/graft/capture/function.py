@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from graft.base.errors import CaptureError, UsageError
+from graft.ir.program.own_code import global_names
 from graft.ir.snapshot import NUMBERS
 
 CODE = (types.ModuleType, types.BuiltinFunctionType, type)
@@ -124,16 +125,6 @@ def owned(values: dict[str, Any], seen: set[int], module: str, table: Any = None
                 yield from closed_over(value, seen)
         elif not isinstance(value, CODE) and not name.startswith("__"):
             yield (values if table is None else table), name, value
-
-
-def global_names(function: types.FunctionType) -> set[str]:
-    """The names that its code, and code within it, may look up outside."""
-    codes, names = [function.__code__], set()
-    while codes:
-        code = codes.pop()
-        names |= set(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return names
 
 
 def has_signature(function: Any) -> bool:

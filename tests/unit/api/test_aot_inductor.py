@@ -99,7 +99,9 @@ def packages(tmp_path_factory):
 
 
 def numbers(*command):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    """LD_LIBRARY_PATH: a package names libtorch.so, which a runner linked with --as-needed has not loaded."""
+    libraries = str(Path(torch.__file__).parent / "lib")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LD_LIBRARY_PATH": libraries}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
@@ -120,6 +122,56 @@ def test_a_package_with_written_buffers_runs_in_a_fresh_process(packages, name):
     assert ran.returncode == 0, ran.stderr
     assert [float(line) for line in ran.stdout.split()] == pytest.approx(expected, rel=1e-5)
     assert expected[0] != pytest.approx(expected[1], rel=1e-5)  # the buffer is seen
+
+
+class Counters(nn.Module):
+    """Buffers of one element: a counter that says where to write, one without dims, and one with several."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(16, 4))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("bias", torch.full((1, 1), 3.0))
+
+    def forward(self, x):
+        self.cache.index_copy_(0, self.steps, x * self.scale)
+        self.steps.add_(1)
+        self.scale.mul_(2)
+        self.bias.copy_(self.bias + self.steps)
+        return self.cache.sum(0) + self.bias
+
+
+def folded(options):
+    """The graph behind Inductor's constant folding, as text."""
+    seen = []
+
+    def see(graph):
+        seen.append(str(graph))
+        raise Stopped
+
+    program = torch.export.export(Counters(), (torch.ones(1, 4),))
+    with torch.no_grad(), without_caches(), pytest.raises(Exception, match="Stopped"):
+        passes = {**options, FUSION_PASS: CachedPass("sees", see)}
+        torch._inductor.aoti_compile_and_package(program, inductor_configs=passes)
+    return seen[0]
+
+
+def test_a_written_buffer_of_one_element_is_no_constant():
+    assert "aten.full.default](args = ([1], 1)" in folded({})  # what stock Inductor writes into `steps`
+    graph = folded(graft.fix_functionalization())
+    assert "aten.full.default" not in graph and "aten.copy_.default](args = (%steps, %add" in graph
+
+
+@pytest.mark.exhaustive
+def test_a_package_counts(tmp_path):
+    program, eager = torch.export.export(Counters(), (torch.ones(1, 4),)), Counters()
+    path = str(tmp_path / "counters.pt2")
+    options = graft.fix_functionalization()
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+    package = torch._inductor.aoti_load_package(path)
+    for step in range(4):
+        torch.testing.assert_close(package(torch.full((1, 4), step + 1.0)), eager(torch.full((1, 4), step + 1.0)))
 
 
 @pytest.mark.exhaustive

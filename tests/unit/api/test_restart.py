@@ -87,6 +87,32 @@ def test_the_input_is_found_and_told():
             torch.testing.assert_close(by_name(*given), reference(*given), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("module", "args", "said"),
+    [
+        (Decoder, (ROW, torch.tensor([1])), "also where position starts at 0; restart='auto' begins them anew there"),
+        (Counted, (ROW, torch.tensor(7)), "also where sequence changes; restart='auto' begins them anew there"),
+    ],
+)
+def test_a_module_that_goes_on_as_eager_does_is_told_of_restart(module, args, said):
+    told = [note for note in graft.compile(module(), args).report.notes if note.startswith("state:")]
+    assert len(told) == 1 and said in told[0]
+    asked = graft.compile(module(), args, restart="auto").report.notes
+    assert not [note for note in asked if note.startswith("state:")]
+
+
+def test_nothing_is_said_of_restart_where_nothing_can_begin():
+    """A caller's own cache, and positions in two inputs."""
+
+    def step(cache, x, position):
+        cache.index_copy_(0, position, x)
+        return cache.sum()
+
+    owned = graft.compile(step, (torch.zeros(4, 2), ROW, torch.tensor([1])))
+    both = graft.compile(Sliced(), (torch.tensor([5, 6]), torch.tensor([1]), torch.tensor([2])))
+    assert not [note for one in (owned, both) for note in one.report.notes if note.startswith("state:")]
+
+
 class Sliced(nn.Module):
     """The position is a slice's, in one of two inputs, or in none: its own count of what came."""
 

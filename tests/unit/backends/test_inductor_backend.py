@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch.export import Dim
 
-from graft.backends.inductor import has_symbols, told_layouts, with_right_artifacts
-from graft.base.errors import GraphRefused
+from graft.backends.inductor import has_symbols, told_failures, with_right_artifacts
+from graft.base.errors import GraftError, GraphRefused
 from graft.ir.trace import export_graph
 
 
@@ -60,5 +61,28 @@ def test_layouts_that_inductor_did_not_expect_are_told(text, kind, told):
         raise AssertionError(text)
 
     with pytest.raises(kind, match=told):
-        told_layouts(compiled)(torch.ones(2))
-    assert told_layouts(torch.sin)(torch.zeros(2)).tolist() == [0, 0]
+        told_failures(compiled)(torch.ones(2))
+    assert told_failures(torch.sin)(torch.zeros(2)).tolist() == [0, 0]
+
+
+class OfGraft(GraftError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("inner", "kind", "told"),
+    [
+        (
+            ValueError("no rule for it"),
+            GraphRefused,
+            "cannot compile this program: ValueError: no rule for it; backend",
+        ),
+        (OfGraft("said already"), BackendCompilerFailed, "said already"),
+    ],
+)
+def test_what_inductor_cannot_compile_is_an_error_with_a_way_out(inner, kind, told):
+    def compiled(x):
+        raise BackendCompilerFailed(print, inner, None)
+
+    with pytest.raises(kind, match=told):
+        told_failures(compiled)(torch.ones(2))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from random import uniform
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import random_sample as numpy_sample
 from torch import manual_seed, nn
 from torch.testing._utils import wrapper_set_seed
 
@@ -68,6 +70,41 @@ def numpy(x):
     return x + np.random.rand()
 
 
+def imported(x):
+    return x + uniform(0, 1)
+
+
+def imported_from_numpy(x):
+    return x + helper()
+
+
+def helper():
+    return float(numpy_sample())
+
+
+RANDOM, STREAM, LEGACY = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+
+
+def object_of_python(x):
+    return x + RANDOM.random()
+
+
+def object_of_numpy(x):
+    return x + float(STREAM.random())
+
+
+def old_object_of_numpy(x):
+    return x + LEGACY.rand()
+
+
+class Samples(nn.Module):
+    def forward(self, x):
+        return x + self.number()
+
+    def number(self):
+        return RANDOM.random()
+
+
 @pytest.mark.parametrize(
     ("program", "problem"),
     [
@@ -81,6 +118,12 @@ def numpy(x):
         (seeds_its_own, "seeds a random number generator"),
         (python, r"samples from Python's random \(test_generators.py:\d+\)"),
         (numpy, r"samples from numpy.random \(test_generators.py:\d+\)"),
+        (imported, r"samples from Python's random \(test_generators.py:\d+\)"),
+        (imported_from_numpy, r"samples from numpy.random \(test_generators.py:\d+\)"),
+        (object_of_python, "samples from a Random object"),
+        (object_of_numpy, "samples from a Generator object"),
+        (old_object_of_numpy, "samples from a RandomState object"),
+        (Samples(), "samples from a Random object"),
     ],
 )
 def test_what_a_graph_would_do_once_is_refused(program, problem):
@@ -93,8 +136,13 @@ def test_what_a_graph_would_do_once_is_refused(program, problem):
     assert type(torch.random.default_generator) is torch.Generator and random.random() != random.random()
 
 
-def test_the_generator_object_of_torch_is_not_seeded_either():
-    torch.manual_seed(5)
+@pytest.mark.parametrize("seed", [5, 6])
+@pytest.mark.parametrize("sampled", [0, 3])
+def test_the_generator_object_of_torch_is_not_seeded_either(seed, sampled):
+    """Whatever it was seeded with before, and whether it was sampled from since."""
+    torch.manual_seed(seed)
+    torch.rand(sampled)
+    state = torch.get_rng_state()
 
     def program(x):
         torch.default_generator.manual_seed(6)
@@ -102,6 +150,19 @@ def test_the_generator_object_of_torch_is_not_seeded_either():
 
     with pytest.raises(CaptureError, match="seeds a random number generator"):
         graft.compile(program, (torch.zeros(3),))
+    assert torch.equal(torch.get_rng_state(), state) and torch.initial_seed() == seed
+    graft.compile(lambda x: x + torch.rand(3, generator=torch.default_generator), (torch.zeros(3),))
+    assert torch.equal(torch.get_rng_state(), state) and torch.initial_seed() == seed
+
+
+def test_generators_that_the_program_only_holds_are_no_matter():
+    states = RANDOM.getstate(), STREAM.bit_generator.state["state"], uniform
+
+    def program(x):
+        return x + 1 if RANDOM is not None and STREAM is not None and uniform is not None else x
+
+    graft.compile(program, (torch.zeros(3),))
+    assert (RANDOM.getstate(), STREAM.bit_generator.state["state"], uniform) == states
 
 
 class Held(nn.Module):

@@ -92,6 +92,9 @@ DIMS: dict[Any, tuple[int, ...]] = {
     aten.split.Tensor: (2,),
     aten.split_with_sizes.default: (2,),
     aten.chunk.default: (2,),
+    aten.unsafe_split.Tensor: (2,),
+    aten.unsafe_split_with_sizes.default: (2,),
+    aten.unsafe_chunk.default: (2,),
     aten.unsqueeze.default: (1,),
 }
 
@@ -321,6 +324,10 @@ SPELLINGS: dict[Any, Callable[[Node], None]] = {
     **{op: other_name(aten.mul.Tensor) for op in (aten.mul.Scalar, aten.multiply.Tensor)},
     **{op: other_name(aten.sub.Tensor) for op in (aten.sub.Scalar, aten.subtract.Tensor)},
     **{op: other_name(aten.div.Tensor) for op in (aten.div.Scalar, aten.divide.Tensor, aten.true_divide.Tensor)},
+    # their schemas deny that the parts are views, and Inductor believes it
+    aten.unsafe_split.Tensor: other_name(aten.split.Tensor),
+    aten.unsafe_split_with_sizes.default: other_name(aten.split_with_sizes.default),
+    aten.unsafe_chunk.default: other_name(aten.chunk.default),
     aten.slice.Tensor: as_slice,
     **{op: with_index_row for op in (aten.index_add.default, aten.index_add_.default)},
     aten.resize_as_.default: as_resize,

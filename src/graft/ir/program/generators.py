@@ -24,6 +24,7 @@ from graft.base.errors import CaptureError
 from graft.ir.edit import attribute
 from graft.ir.program.callers import is_torch, line_of
 from graft.ir.program.host_samples import host_samples_refused, imports_put_right
+from graft.ir.program.own_code import variables
 from graft.ir.snapshot import ModuleSnapshot
 
 STATE = frozenset({"manual_seed", "seed", "set_state", "get_state", "initial_seed", "set_offset", "get_offset"})
@@ -89,25 +90,37 @@ def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[to
     snapshot.add_module(module)
     snapshot.add("arguments", list(arguments))
     held = [value for value in snapshot.seen.values() if isinstance(value, torch.Generator)]
-    states = [generator.get_state() for generator in held]
     own = unwatched(torch.random.default_generator)
+    marked = [generator for generator in held if pointer(generator) != pointer(own)]
+    states = [generator.get_state() for generator in marked]
     devices = tuple(map(unwatched, torch.cuda.default_generators))
-    seed = own.initial_seed()
+    seed, before = own.initial_seed(), own.get_state()
+    fresh = state_bytes(torch.Generator().manual_seed(seed))
+    begun = fresh == state_bytes(own)  # a program that seeds it so once more could not be seen
+    if begun:
+        own.manual_seed(seed := MARK)
     watched = WatchedGenerator(own), tuple(map(WatchedGenerator, devices))
     try:
-        for generator in held:
+        for generator in marked:
             generator.manual_seed(MARK)
         with imports_put_right({id(watched[0]): own, id(watched[1]): devices}):
             put_generators(*watched)
-            with host_samples_refused():
+            with host_samples_refused(variables(module), snapshot.seen.values()):
                 yield held
     finally:
         put_generators(own, devices)
-        seeded = [generator for generator in held if generator.initial_seed() != MARK]
-        for generator, state in zip(held, states, strict=True):
+        seeded = [generator for generator in marked if generator.initial_seed() != MARK]
+        for generator, state in zip(marked, states, strict=True):
             generator.set_state(state)
-    if seeded or (own.initial_seed() != seed and not watched[0].seeded_elsewhere):
+        again = own.initial_seed() != seed or (not begun and state_bytes(own) == fresh)
+        if (begun or again) and not watched[0].seeded_elsewhere:
+            own.set_state(before)
+    if seeded or (again and not watched[0].seeded_elsewhere):
         raise CaptureError(f"forward seeds a random number generator, which a graph would do never; {ADVICE}")
+
+
+def state_bytes(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
 
 
 def refuse_new_generators(gm: GraphModule, held: list[torch.Generator]) -> None:

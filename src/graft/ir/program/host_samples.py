@@ -5,6 +5,7 @@
 For that time the functions of `random` and `numpy.random` are others, which ask who calls. Whoever looks at those
 modules meanwhile sees the others, so they must do no harm for as long as the process lives:
 
+- variables of the program that hold one (`from random import random`) are put back;
 - modules that are imported then (800 by the first torch.export of a process) get the real functions at the end;
 - Dynamo keeps a table of numpy's functions by `id`, made when it is first asked. It is made before; and the functions
   that stand in are kept for good, since a lambda that later lay at a freed one's address would count as numpy's.
@@ -13,14 +14,18 @@ modules meanwhile sees the others, so they must do no harm for as long as the pr
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from graft.base.errors import CaptureError
 from graft.ir.program.callers import is_torch, line_of
+from graft.ir.program.own_code import Variable
 
 UNCHANGED = ("getstate", "setstate", "get_state", "set_state")  # Dynamo keeps the state with them
 _tracing = threading.local()  # .depth: how many traces this thread is in
@@ -30,18 +35,80 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def host_samples_refused() -> Iterator[None]:
-    """Within it, this thread's program cannot sample; torch and other threads can."""
+def host_samples_refused(looked_up: Sequence[Variable] = (), held: Iterable[Any] = ()) -> Iterator[None]:
+    """Within it, this thread's program cannot sample; torch and other threads can.
+
+    looked_up: variables of its code; held: objects that it holds. Generators among both (`random.Random`, those of
+    `numpy.random`) must be at the end as they were, and are put back.
+    """
     from torch._dynamo import trace_rules
 
     trace_rules.is_numpy(host_samples_refused)  # makes the table
     _tracing.depth = getattr(_tracing, "depth", 0) + 1
-    with imports_put_right(put_in()):
+    real = put_in()
+    standing_in = {id(function): vars(module)[key] for module, key, function in _changes}
+    by_name = [one for one in looked_up if id(one.value) in standing_in]
+    own = [*held, *(one.value for one in looked_up)]
+    objects = [Sampler(one, state) for one in unique(own) if (state := state_of(one)) is not None]
+    with imports_put_right(real):
         try:
+            for one in by_name:
+                one.put(standing_in[id(one.value)])
             yield
         finally:
+            for one in by_name:
+                one.put(one.value)
             take_out()
             _tracing.depth -= 1
+            sampled = [one for one in objects if one.put_back()]
+    if sampled:
+        raise refusal(f"a {type(sampled[0].generator).__name__} object")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A generator of Python or numpy that the program holds, and its state before the trace."""
+
+    generator: Any
+    state: bytes
+
+    def put_back(self) -> bool:
+        """Whether it was sampled from, or seeded."""
+        if state_of(self.generator) == self.state:
+            return False
+        state = pickle.loads(self.state)
+        if isinstance(self.generator, random.Random):
+            self.generator.setstate(state)
+        elif hasattr(self.generator, "bit_generator"):
+            self.generator.bit_generator.state = state
+        else:
+            self.generator.set_state(state)
+        return True
+
+
+def state_of(value: Any) -> bytes | None:
+    """None for what is no generator, or one that has no state (SystemRandom)."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, random.SystemRandom):
+        return None
+    if isinstance(value, random.Random):
+        return pickle.dumps(value.getstate())
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return pickle.dumps(value.get_state(legacy=False))
+    return None
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values}.values())
+
+
+def refusal(name: str, line: str = "") -> CaptureError:
+    return CaptureError(
+        f"forward samples from {name}{f' ({line})' if line else ''}, and a graph would hold that one number for ever;"
+        " sample with torch, or pass the number as an argument"
+    )
 
 
 def put_in() -> dict[int, Any]:
@@ -85,10 +152,7 @@ def refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         if getattr(_tracing, "depth", 0) and not is_torch(caller):
-            raise CaptureError(
-                f"forward samples from {name} ({line_of(caller)}), and a graph would hold that one number for ever;"
-                " sample with torch, or pass the number as an argument"
-            )
+            raise refusal(name, line_of(caller))
         return function(*args, **kwargs)
 
     return call

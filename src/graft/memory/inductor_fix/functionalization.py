@@ -45,6 +45,7 @@ from graft.ir.edit import abstract_call
 from graft.ir.effects import alias_sources
 from graft.ir.nodes import OpOverload, is_op, leaves, output_node, tensor_of, val
 from graft.memory.aliases import Aliases, refresh_views
+from graft.memory.inductor_fix.counters import keep_counters
 from graft.memory.inductor_fix.guards import (
     drop_self_copies,
     guard_write_backs,
@@ -345,6 +346,7 @@ class SourcePass(CustomGraphPass):
 
 class RecordMemory(SourcePass):
     def __call__(self, graph: Graph) -> None:
+        keep_counters(graph)
         record_memory(graph)
 
 
