@@ -135,7 +135,7 @@ class Scheduler:
                 return False
         if self.still_refused(request):
             return False
-        table = self.manager.open(request.tokens, reuse=not request.scores_prompt)
+        table = self.manager.open(request.tokens, reuse=not (request.scores_prompt or request.computes_all))
         foreseen = self.foreseen(request, table)
         if not foreseen or self.make_room(request, table, len(request.tokens)) is None:
             self.manager.close(table)

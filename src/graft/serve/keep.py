@@ -69,9 +69,10 @@ class EngineKeeper:
             self.state.text = await asyncio.to_thread(
                 ServedText, model, self.options.tool_call_parser, self.options.reasoning_parser
             )
-            with suppress(UsageError):  # where there can be no grammar, whoever asks for one is told
-                await asyncio.to_thread(self.state.text.read_vocabulary)
-            params = SamplingParams(max_tokens=min(2, model.context - 1), ignore_eos=True)
+            if model.runner == "generate":
+                with suppress(UsageError):  # where there can be no grammar, whoever asks for one is told
+                    await asyncio.to_thread(self.state.text.read_vocabulary)
+            params = SamplingParams(max_tokens=max(min(2, model.context - 1), 1), ignore_eos=True)
             ticket = self.link.submit([[0]], [params], follow=False)
             while ticket.left or ticket.rows:
                 for _, row in await ticket.read():

@@ -12,7 +12,7 @@ PROBES = ("Hello, world!", " two  spaces\n\tand lines", "naïve café – 你好
 
 
 def served_model(llm: LLM) -> ServedModel:
-    tokenizer, manager = llm.tokenizer, llm.engine.manager
+    tokenizer, manager, pooling = llm.tokenizer, llm.engine.manager, llm.engine.pooling
     return ServedModel(
         name=llm.model.name,
         context=llm.model.context,
@@ -24,6 +24,9 @@ def served_model(llm: LLM) -> ServedModel:
         special_tokens={} if tokenizer is None else {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
         probes=() if tokenizer is None else [probe(llm, text) for text in PROBES],
         end_tokens=sorted(llm.engine.end_tokens),
+        runner="generate" if pooling is None else "pooling",
+        matryoshka=() if pooling is None else pooling.matryoshka,
+        width=llm.model.module.config.hidden_size,
     )
 
 

@@ -100,6 +100,7 @@ def test_what_the_model_cannot_do(client):
     assert complete(client, [1], logit_bias={"299": -100}).status_code == 200
     none = client.post("/v1/embeddings", json={"input": "hi"})
     assert none.status_code == 400 and none.json()["error"]["code"] == "unsupported_endpoint"
+    assert "graft serve stub --runner pooling" in none.json()["error"]["message"]
     assert client.post("/v1/responses", json={"input": "hi", "prompt_logprobs": 1}).status_code == 400
 
 
