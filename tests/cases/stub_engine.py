@@ -27,6 +27,7 @@ DIE, HANG, SLOW, PAUSE = 3, 4, 5, 6
 CONTEXT, VOCABULARY = 64, 300
 TOKENIZER = Tokenizer.from_str(tokenizer_json())
 END = 2  # <|im_end|>
+QUEUED = 0.25  # seconds that every request says it has waited
 # a cache with four blocks of two conversations, of which one is over
 EVENTS = [
     {"type": "created", "event_id": 0, "time": 0, "levels": [100], "block_size": 4, "root": "00"},
@@ -124,7 +125,7 @@ class Stub:
         scores = params["prompt_logprobs"] if not sent else None
         told = None if scores is None else [TokenLogprobs(-p / 8, [(7, -0.25)][:scores], 2) for p in prompt[1:]]
         return [
-            AnswerRow(number, sample, [token], likely, reason, None, 0, None, None if sample else told)
+            AnswerRow(number, sample, [token], likely, reason, None, 0, None, None if sample else told, QUEUED)
             for sample in range(params["n"])
         ]
 

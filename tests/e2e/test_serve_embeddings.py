@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import torch
@@ -10,6 +14,7 @@ import torch
 from embedding_cases import LAST, embedder, hidden_states, unit
 from serve_cases import PATIENCE, http_client, poll, serving
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "serve.md"
 FAR = 2e-5
 TEXTS = ["the quick brown fox", "Hello, 你好 🙂", "naïve café and the lazy dog jumps over"]
 
@@ -41,6 +46,10 @@ def test_vectors_of_a_real_server(tmp_path):
         with ThreadPoolExecutor(16) as pool:  # in company
             for index, found in enumerate(pool.map(lambda i: ask(TEXTS[i % 3]), range(48))):
                 assert near(found, [right[index % 3]])
+        (example,) = re.findall(r"```sh\n(curl [^`]*/v1/embeddings[^`]*)```", EXAMPLES.read_text())
+        text = example.replace("http://127.0.0.1:8000", server.url)
+        told = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True).stdout
+        assert [len(one["embedding"]) for one in json.loads(told)["data"]] == [64, 64]
         poll(lambda: plain.get("/health").json()["running"] == 0)
         server.signal()
         assert server.ended() == 0

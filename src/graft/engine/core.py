@@ -85,6 +85,8 @@ class Request:
     coming: int = 0  # tokens that steps in flight choose
     read: int = 0  # new tokens that `stream` has been fed
     whole_text: bool = False  # nothing more will come
+    arrived: float = 0.0  # when the scheduler got it, by time.monotonic
+    queued: float = 0.0  # seconds until it was first admitted
     cached: int | None = None  # prompt tokens found in the cache when it was first admitted
     preemptions: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from dataclasses import dataclass, field
 from itertools import count
@@ -76,6 +77,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A lower priority number goes first; equal ones go as they come."""
         request.order = (self.clock + PATIENCE * request.priority, next(self.serial))
+        request.arrived = time.monotonic()
         insort(self.waiting, request, key=in_order)
 
     def join(self, sibling: Request, request: Request) -> None:
@@ -145,7 +147,7 @@ class Scheduler:
         self.refused = None
         request.table, request.computed = table, table.cached
         if request.cached is None:
-            request.cached = table.cached
+            request.cached, request.queued = table.cached, time.monotonic() - request.arrived
         self.waiting.remove(request)
         self.run(request)
         return True

@@ -26,8 +26,14 @@ def served_model(llm: LLM) -> ServedModel:
         end_tokens=sorted(llm.engine.end_tokens),
         runner="generate" if pooling is None else "pooling",
         matryoshka=() if pooling is None else pooling.matryoshka,
-        width=llm.model.module.config.hidden_size,
+        width=0 if pooling is None else head_width(llm),
     )
+
+
+def head_width(llm: LLM) -> int:
+    """Of what the output projection, which is left out, would read."""
+    head: Any = llm.model.module.get_output_embeddings()
+    return int(head.weight.shape[-1])
 
 
 def as_json(model: str, tokenizer: Any) -> str:

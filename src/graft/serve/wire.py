@@ -82,6 +82,7 @@ class AnswerRow(NamedTuple):
     cached: int  # tokens of the prompt that were found in the cache
     error: str | None
     prompt_logprobs: list[TokenLogprobs] | None = None  # of its tokens but the first; in the first row of sample 0
+    queued: float = 0.0  # seconds that it waited to be admitted
     embedding: str | None = None  # of a request that is pooled: float32, little-endian, in base64
 
     @classmethod
@@ -130,4 +131,4 @@ class ServedModel:
     end_tokens: Sequence[int] = ()
     runner: str = "generate"  # or "pooling"
     matryoshka: Sequence[int] | None = ()  # dimensions that embeddings may be cut to; None: any
-    width: int = 0  # of the hidden state
+    width: int = 0  # of embeddings

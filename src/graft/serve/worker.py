@@ -100,7 +100,17 @@ class SentRequest(Watch):
         prompt = self.prompt_logprobs() if not index and not sent and tokens else None
         vector = None if one.embedding is None else as_base64(one.embedding)
         return AnswerRow(
-            self.number, index, tokens, likely, reason, one.stop_reason, one.cached or 0, error, prompt, vector
+            self.number,
+            index,
+            tokens,
+            likely,
+            reason,
+            one.stop_reason,
+            one.cached or 0,
+            error,
+            prompt,
+            round((one.leader or one).queued, 6),
+            vector,
         )
 
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
