@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from graft.api.torch_compile import Backend, backend_reports
     from graft.backends.inductor_caches import load_cache_artifacts, save_cache_artifacts
     from graft.base.errors import GraftError, UsageError
-    from graft.engine.core import Output
+    from graft.engine.core import EmbeddingOutput, Output
     from graft.engine.llm import LLM
     from graft.engine.params import SamplingParams
     from graft.ir.patterns.match import Match, Refused
@@ -40,6 +40,7 @@ _HOMES = {
     "LLM": "graft.engine.llm",
     "SamplingParams": "graft.engine.params",
     "Output": "graft.engine.core",
+    "EmbeddingOutput": "graft.engine.core",
     "compile": "graft.api.compile",
     "CompiledModule": "graft.api.compiled",
     "load": "graft.api.load",
@@ -88,6 +89,7 @@ __all__ = [
     "Call",
     "CompiledModule",
     "Context",
+    "EmbeddingOutput",
     "GraftError",
     "Kernel",
     "Lifted",

@@ -127,11 +127,11 @@ def http_client(url: str, **options: Any) -> Any:
 
 
 @contextmanager
-def sent(url: str, body: dict[str, Any], key: str = "") -> Iterator[None]:
-    """A completion that is asked for, by a client that leaves at the end of the block without reading."""
+def sent(url: str, body: dict[str, Any], key: str = "", path: str = "/v1/completions") -> Iterator[None]:
+    """A request by a client that leaves at the end of the block without reading."""
     host, port = url.removeprefix("http://").split(":")
     text = json.dumps(body)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
     head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall((head + text).encode())

@@ -4,7 +4,8 @@ An answer counts on from the last token of its prompt. By its first token a prom
 never begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every
 20 ms. A model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat`
 has a chat template. A `parrot` says what stands behind `say:` in its prompt, and has a template with tools; a
-`thinker` is one whose template has the marks of thoughts, too. The first
+`thinker` is one whose template has the marks of thoughts, too. With --runner pooling it gives vectors: the length of
+a prompt, its last token, 1 and 0; those of a model `matryoshka` may be cut to 2 numbers. The first
 request of a model of the name `first-fails` ends in an error, that of `first-dies` ends the process.
 """
 
@@ -19,13 +20,14 @@ from dataclasses import asdict
 
 from tokenizers import Tokenizer
 
-from graft.serve.wire import AnswerRow, EngineLoad, ServedModel, TokenLogprobs, frame, messages
+from graft.serve.wire import AnswerRow, EngineLoad, ServedModel, TokenLogprobs, as_base64, frame, messages
 from serve_cases import TEMPLATE, THINK_TEMPLATE, TOOL_TEMPLATE, tokenizer_json
 
 DIE, HANG, SLOW, PAUSE = 3, 4, 5, 6
 CONTEXT, VOCABULARY = 64, 300
 TOKENIZER = Tokenizer.from_str(tokenizer_json())
 END = 2  # <|im_end|>
+QUEUED = 0.25  # seconds that every request says it has waited
 # a cache with four blocks of two conversations, of which one is over
 EVENTS = [
     {"type": "created", "event_id": 0, "time": 0, "levels": [100], "block_size": 4, "root": "00"},
@@ -56,7 +58,10 @@ class Stub:
             "stub", 2000 if self.parrot else CONTEXT, VOCABULARY, 2000 if self.parrot else 1000,
             options["engine"]["max_num_seqs"] or 256, tokenizer_json(), templates.get(options["model"]), {},
             [("hi", [1], "hi")] if options["model"] == "other-tokens" else (), [2],
+            "pooling" if options["engine"]["runner"] == "pooling" else "generate",
+            [2] if options["model"] == "matryoshka" else (), 4,
         )  # fmt: skip
+        self.embeds = served.runner == "pooling"
         self.send(progress="stubbing")
         self.send(ready=asdict(served))
         threading.Thread(target=self.step_forever, daemon=True).start()
@@ -100,6 +105,10 @@ class Stub:
             return self.said(number, one)
         if prompt[0] == DIE:
             os._exit(9)
+        if self.embeds and prompt[0] != HANG:
+            del self.open[number]
+            vector = as_base64([float(len(prompt)), float(prompt[-1]), 1.0, 0.0])
+            return [AnswerRow(number, 0, [], None, "stop", None, 0, None, embedding=vector)]
         if (
             prompt[0] == HANG
             or (prompt[0] == PAUSE and sent)
@@ -116,7 +125,7 @@ class Stub:
         scores = params["prompt_logprobs"] if not sent else None
         told = None if scores is None else [TokenLogprobs(-p / 8, [(7, -0.25)][:scores], 2) for p in prompt[1:]]
         return [
-            AnswerRow(number, sample, [token], likely, reason, None, 0, None, None if sample else told)
+            AnswerRow(number, sample, [token], likely, reason, None, 0, None, None if sample else told, QUEUED)
             for sample in range(params["n"])
         ]
 

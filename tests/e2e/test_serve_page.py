@@ -57,6 +57,53 @@ def test_a_conversation(page, server):
     assert page.problems == [] and all(url.startswith((server.url, "data:")) for url in page.requests)
 
 
+THOUGHTS = f"{LAST}.querySelector('.thoughts')"
+
+
+@pytest.fixture
+def thinking(window):
+    with serving("thinker") as found:
+        window.open(found.url)
+        until(
+            window, "document.documentElement.dataset.ready && document.getElementById('model').value === 'thinker'"
+        )
+        yield window
+
+
+def test_thoughts_are_open_while_they_come_and_folded_behind(thinking):
+    page = thinking
+    watched = "{subtree: true, attributeFilter: ['open'], attributeOldValue: true}"
+    page.evaluate(
+        "(window.opened = [], new MutationObserver((seen) => seen.forEach((one) => opened.push(one.oldValue)))"
+        f".observe(document.getElementById('talk'), {watched}))"
+    )
+    say(page, f"say:<think>{'hmm <b>so</b> ' * 20}</think>It is 4.")
+    until(page, f"{IDLE} && {LAST}?.querySelector('.foot span').textContent")
+    assert page.evaluate(f"{LAST}.querySelector('.body').textContent").strip() == "It is 4."
+    assert page.evaluate("opened") == [None, ""]  # they were unfolded, and then folded
+    assert not page.evaluate(f"{THOUGHTS}.open") and not page.evaluate(f"{THOUGHTS}.hidden")
+    assert page.evaluate(f"{THOUGHTS}.textContent").startswith("Thoughtshmm <b>so</b> hmm")
+    assert page.evaluate(f"{THOUGHTS}.querySelectorAll('b').length") == 0
+    page.click(".answer .thoughts summary")
+    assert page.evaluate(f"{THOUGHTS}.open")
+    say(page, "once more")  # the page is drawn anew: what was thought stays with its answer
+    until(page, f"{IDLE} && document.querySelectorAll('.answer .thoughts:not([hidden])').length === 2")
+    assert "hmm" in page.evaluate("document.querySelector('.answer .thoughts').textContent")
+    assert page.evaluate("messages.filter((one) => one.content === 'It is 4.').length") == 2
+    page.click("#new")
+    say(page, "say:plain")
+    until(page, f"{IDLE} && {LAST}?.querySelector('.foot span').textContent")
+    assert page.evaluate(f"{THOUGHTS}.hidden") and page.problems == []
+
+
+def test_thoughts_that_break_off_stay_open(thinking):
+    thinking.evaluate("(document.getElementById('max_tokens').value = 12)")
+    say(thinking, "say:<think>and then it went on and on and on</think>never")
+    until(thinking, f"{IDLE} && {LAST}?.querySelector('.foot span').textContent")
+    assert thinking.evaluate(f"{THOUGHTS}.open") and "cut off" in thinking.evaluate(f"{LAST}.innerText")
+    assert "and then" in thinking.evaluate(f"{THOUGHTS}.innerText")
+
+
 def test_an_answer_is_never_read_as_html(page):
     text = "# Head\\n\\n<img src=x onerror=alert(1)> `a<b` **bold**\\n\\n- one\\n- two\\n\\n```py\\nx < 1\\n```"
     page.evaluate(f"render(document.getElementById('talk'), '{text}')")

@@ -27,7 +27,8 @@ from graft.engine.stages import (
     weight_formats,
 )
 from graft.models.loaded import LoadedModel
-from graft.passes.config import PipelineConfig, shard_sets, with_sets
+from graft.models.pooling import Pooling, pooling_of
+from graft.passes.config import PipelineConfig, pooling_sets, shard_sets, with_sets
 
 
 def assemble(
@@ -44,8 +45,11 @@ def assemble(
 ) -> EngineParts:
     """keep_weights: the module can still run afterwards, which takes weights of its own. place: of one of several
     ranks, whose part this is. workers: the processes of the others, on rank 0."""
-    loaded = replace(loaded, context=sizes.context(loaded.context))
+    pooling = pooling_of(loaded) if sizes.runner == "pooling" else None
+    loaded = replace(loaded, context=sizes.context(longest_prompt(loaded, pooling)))
     settings = of_rank(settings, loaded, place)
+    if pooling is not None:
+        settings = with_sets(settings, pooling_sets())
     cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
     target = target_of(loaded, settings, backend, cache)
     keep = keep_weights and loaded.lazy is None
@@ -58,16 +62,18 @@ def assemble(
     lowered = lower(loaded, made, settings, target, keep_weights=keep)
     engine, size = build_engine(
         lowered.call, loaded, made.layers, made.block_size, sizes, target.device, backend=lowered.backend,
-        progress=progress, content=made.content, place=place,
+        progress=progress, content=made.content, place=place, pooling=pooling,
     )  # fmt: skip
     lead(engine, place, workers)
     quantized = bool(weight_formats(settings))
     wanted = sizes.self_check and (place is None or place.rank == 0)
     checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=wanted)
-    if cache is not None and sizes.self_check and place is None:
+    if cache is not None and sizes.self_check and place is None and pooling is None:
         checked += f"; {cache_error_text(engine, loaded, lowered.backend)}"
     if keep_weights and loaded.floats is not None:
         loaded = replace(loaded, module=loaded.floats(), lazy=None, floats=None)
+    if pooling is not None:
+        loaded = replace(loaded, notes=(*loaded.notes, pooling.line, *pooling.notes))
     lasting = (*loaded.notes, *target.why, *made.report.notes, *made.notes)
     notes = (
         *loaded.notes, captured.note, *target.why, *made.report.notes, *made.notes, *lowered.notes,
@@ -79,6 +85,11 @@ def assemble(
         engine, loaded, target.device, lowered.backend, size, layout, lambda: made.graph_module, lambda: report,
         made.quantized, quantized, settings.kernels, settings, lowered, lasting,
     )  # fmt: skip
+
+
+def longest_prompt(loaded: LoadedModel, pooling: Pooling | None) -> int:
+    limit = None if pooling is None else pooling.longest
+    return loaded.context if limit is None else min(loaded.context, limit)
 
 
 def of_rank(settings: PipelineConfig, loaded: LoadedModel, place: RankPlace | None) -> PipelineConfig:

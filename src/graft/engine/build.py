@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -19,9 +20,11 @@ from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, narrow_blocks
 from graft.engine.options import EngineOptions
+from graft.engine.pooling import PoolingEngine
 from graft.engine.ranks.task import RankPlace
 from graft.engine.scheduler import Scheduler
 from graft.models.loaded import LoadedModel
+from graft.models.pooling import Pooling
 from graft.weights.quantize import FP8
 
 
@@ -39,12 +42,13 @@ def build_engine(
     record: bool | None = None,
     ends: frozenset[int] | None = None,
     place: RankPlace | None = None,
+    pooling: Pooling | None = None,
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
     content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module does not
     know them. place: of one of several ranks, which all have as many blocks. record: whether decode steps are
-    captured; None: where that is of use (see loop_problem).
+    captured; None: where that is of use (see loop_problem). pooling: of an engine that embeds.
     """
     size = bytes_per_block(layers, block_size)
     most = options.requests_at_once(device) * -(-model.context // block_size)
@@ -66,7 +70,8 @@ def build_engine(
     rows = options.requests_at_once(device, found.blocks * block_size)
     scheduler = Scheduler(manager, rows, options.tokens_of_a_step(device), forecast=foreseeing)
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
-    engine = Engine(
+    kind = Engine if pooling is None else partial(PoolingEngine, pooling=pooling)
+    engine = kind(
         graph,
         tensors,
         scheduler,

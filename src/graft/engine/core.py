@@ -55,6 +55,16 @@ class Output:
         }
 
 
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """What `LLM.embed` gives for a prompt: a vector, or why there is none."""
+
+    embedding: list[float]
+    prompt_token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0  # of the prompt, found in the cache
+    error: GraftError | None = None
+
+
 @dataclass(eq=False)  # a request is itself, whatever its tokens
 class Request:
     """A prompt on its way. `computed` tokens are in the cache; the rest are fed in the next steps.
@@ -75,10 +85,15 @@ class Request:
     coming: int = 0  # tokens that steps in flight choose
     read: int = 0  # new tokens that `stream` has been fed
     whole_text: bool = False  # nothing more will come
+    arrived: float = 0.0  # when the scheduler got it, by time.monotonic
+    queued: float = 0.0  # seconds until it was first admitted
     cached: int | None = None  # prompt tokens found in the cache when it was first admitted
     preemptions: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the prompt's tokens but the first
+    embedding: list[float] | None = None  # of a request that is pooled, once its prompt is computed
+    pooled: torch.Tensor | None = None  # the sum of hidden states so far, where the mean of all is wanted
+    computes_all: bool = False  # of the prompt, so that none of it is taken from the cache
     mask: GrammarMask | None = None  # where it stands in its grammar
     leader: Request | None = None  # the first of the samples of n > 1, for the others
     siblings: list[Request] = field(default_factory=list)  # the others, for the first

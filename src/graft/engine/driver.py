@@ -160,7 +160,7 @@ class Shift:
 
     def enter(self, requests: tuple[Request, ...], watch: Watch | None) -> None:
         if watch is not None:
-            self.watch(watch)
+            self.register(watch)  # of new requests, of which there is nothing to tell
         try:
             for request in requests:
                 self.engine.enter(request)
@@ -168,10 +168,15 @@ class Shift:
             self.fail(error, requests)
 
     def watch(self, watch: Watch) -> None:
+        self.register(watch)
+        if watch.requests and watch.each_token:
+            self.tell(watch)
+
+    def register(self, watch: Watch) -> None:
         for request in watch.requests:
             self.watches.setdefault(request, []).append(watch)
             self.settle(request)
-        if not watch.requests or watch.each_token:
+        if not watch.requests:
             self.tell(watch)
 
     def abort(self, requests: tuple[Request, ...]) -> None:

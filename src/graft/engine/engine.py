@@ -28,6 +28,7 @@ from graft.engine.sampling.sampling import SampledToken, make_generator, sample
 from graft.engine.scheduler import Scheduler, StepPlan
 from graft.engine.scoring import scored_prompts, take_scores
 from graft.engine.text.detokenize import TextStream
+from graft.models.pooling import Pooling
 
 
 class Engine:
@@ -35,6 +36,8 @@ class Engine:
 
     One thread at a time has its `lock`: the driver's while it has work, or the one that steps the engine itself.
     """
+
+    pooling: Pooling | None = None  # of one that embeds (engine/pooling.py)
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ def built(request: EngineRequest, starter: Starter, place: RankPlace | None, wor
         request.model, dtype=request.dtype, device=request.device, backend=request.backend,
         quantize="none" if request.quantize is None and place is not None else request.quantize,
         kv_cache_dtype=request.sizes.kv_cache_dtype, trust_remote_code=request.trust_remote_code,
-        progress=starter.progress,
+        headless=request.sizes.runner == "pooling", progress=starter.progress,
     )  # fmt: skip
     sizes = starter.sizes(request.sizes, loaded)
     settings = settings_for(loaded, request.config, request.quantize, sets=request.sets, plugins=request.plugins)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from graft.base.errors import GraftError, TokenizerMissing, UsageError
 from graft.base.files import Progress
-from graft.engine.core import Output, Request, Stats
+from graft.engine.core import EmbeddingOutput, Output, Request, Stats
 from graft.engine.driver import Driver
 from graft.engine.engine import Engine
 from graft.engine.grammar import Grammars
 from graft.engine.params import SamplingParams, bias_problem
+from graft.engine.pooling import PoolingEngine
 from graft.engine.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.engine.watch import TaskWatch, ThreadWatch
 from graft.models.loaded import LoadedModel
@@ -61,6 +62,22 @@ class Frontend:
             self.driver.abort(watch.requests)
         return [self.output(entry) for entry in entered]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: Progress | None = None,
+    ) -> list[EmbeddingOutput]:
+        """A vector for every prompt; they run together. For an LLM with runner="pooling". A prompt that cannot run
+        does not stop the others, as with `generate`."""
+        asked = as_list(prompts)
+        ranks = one_each("priorities", priority, len(asked))
+        made = [self.attempt(partial(self.embedding_request, *one)) for one in zip(asked, ranks, strict=True)]
+        entered = some_can_run(made)
+        self.finish([entry for entry in entered if isinstance(entry, Request)], progress, new=True)
+        return [self.embedding_output(entry) for entry in entered]
+
     def requests(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -71,11 +88,8 @@ class Frontend:
         asked = as_list(prompts)
         each = one_each("sampling parameters", params or SamplingParams(), len(asked))
         ranks = one_each("priorities", priority, len(asked))
-        made = [self.try_request(*one) for one in zip(asked, each, ranks, strict=True)]
-        errors = [entry for entry in made if isinstance(entry, GraftError)]
-        if errors and len(errors) == len(made):
-            raise errors[0]
-        return made
+        triples = zip(asked, each, ranks, strict=True)
+        return some_can_run([self.attempt(partial(self.request, *one)) for one in triples])
 
     def finish(self, requests: Sequence[Request], progress: Progress | None = None, *, new: bool = False) -> None:
         """Waits until these requests have ended. new: they are handed to the engine first. Whoever breaks off ends
@@ -186,7 +200,16 @@ class Frontend:
         looks into it. It is the calling thread's alone meanwhile; requests of others wait."""
         return self.driver.held()
 
+    def embedding_request(self, prompt: Prompt, priority: int = 0) -> Request:
+        if not isinstance(self.engine, PoolingEngine):
+            raise UsageError(f'{self.model.name} was loaded to generate; LLM(…, runner="pooling") embeds')
+        if not isinstance(priority, int):
+            raise UsageError(f"a priority is a whole number, not {priority!r}")
+        return self.engine.embed(self.encode(prompt), self.model.context, priority=priority)
+
     def request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        if self.engine.pooling is not None:
+            raise UsageError(f'{self.model.name} was loaded with runner="pooling": use embed, or load it without')
         if not isinstance(params, SamplingParams):
             raise UsageError(f"sampling parameters are a graft.SamplingParams, not a {type(params).__name__}")
         if not isinstance(priority, int):
@@ -210,9 +233,9 @@ class Frontend:
             raise UsageError(f"grammar: {self.model.name} has no {lacking}, without which none can be kept to")
         return Grammars(backend.to_str(), self.model.module.config.vocab_size, self.engine.end_tokens)
 
-    def try_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request | GraftError:
+    def attempt(self, make: Callable[[], Request]) -> Request | GraftError:
         try:
-            return self.request(prompt, params, priority)
+            return make()
         except GraftError as error:
             return error
 
@@ -234,6 +257,19 @@ class Frontend:
             request.prompt,
             None if request.params.prompt_logprobs is None else [None, *(request.leader or request).prompt_logprobs],
         )
+
+    def embedding_output(self, request: Request | GraftError) -> EmbeddingOutput:
+        if isinstance(request, GraftError):
+            return EmbeddingOutput([], error=request)
+        return EmbeddingOutput(request.embedding or [], request.prompt, request.cached or 0, request.error)
+
+
+def some_can_run(made: list[Request | GraftError]) -> list[Request | GraftError]:
+    """Raises the first error where none can."""
+    errors = [entry for entry in made if isinstance(entry, GraftError)]
+    if errors and len(errors) == len(made):
+        raise errors[0]
+    return made
 
 
 def one_each(what: str, given: Any, prompts: int) -> list[Any]:

@@ -16,6 +16,7 @@ MANY_SEQS, FEW_SEQS = 1024, 256
 SHORT_REQUEST = 256  # tokens: with room for no more such requests, further rows of a step would stay empty
 CACHE_DTYPES = ("auto", "fp8")
 ADMISSIONS = ("forecast", "greedy")
+RUNNERS = ("generate", "pooling")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class EngineOptions:
     enforce_eager: decode without CUDA graphs.
     cudagraph_capture_sizes: batch sizes that decode steps are captured for; None: see decode/buckets.py.
     self_check: at load, decode steps are compared with a full pass over the same tokens.
+    runner: "generate", or "pooling": a vector for each prompt (`LLM.embed`), and no tokens.
     """
 
     kv_cache_dtype: str = "auto"
@@ -48,6 +50,7 @@ class EngineOptions:
     enforce_eager: bool = False
     cudagraph_capture_sizes: Sequence[int] | None = None
     self_check: bool = True
+    runner: str = "generate"
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_events"):
@@ -58,7 +61,7 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False, but is {value!r}")
-        for name, allowed in (("kv_cache_dtype", CACHE_DTYPES), ("admission", ADMISSIONS)):
+        for name, allowed in (("kv_cache_dtype", CACHE_DTYPES), ("admission", ADMISSIONS), ("runner", RUNNERS)):
             asked = getattr(self, name)
             if asked not in allowed:
                 raise UsageError(f"unknown {name} {asked!r}{near(str(asked), allowed)}")

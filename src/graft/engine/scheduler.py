@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from dataclasses import dataclass, field
 from itertools import count
@@ -76,6 +77,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A lower priority number goes first; equal ones go as they come."""
         request.order = (self.clock + PATIENCE * request.priority, next(self.serial))
+        request.arrived = time.monotonic()
         insort(self.waiting, request, key=in_order)
 
     def join(self, sibling: Request, request: Request) -> None:
@@ -135,7 +137,7 @@ class Scheduler:
                 return False
         if self.still_refused(request):
             return False
-        table = self.manager.open(request.tokens, reuse=not request.scores_prompt)
+        table = self.manager.open(request.tokens, reuse=not (request.scores_prompt or request.computes_all))
         foreseen = self.foreseen(request, table)
         if not foreseen or self.make_room(request, table, len(request.tokens)) is None:
             self.manager.close(table)
@@ -145,7 +147,7 @@ class Scheduler:
         self.refused = None
         request.table, request.computed = table, table.cached
         if request.cached is None:
-            request.cached = table.cached
+            request.cached, request.queued = table.cached, time.monotonic() - request.arrived
         self.waiting.remove(request)
         self.run(request)
         return True

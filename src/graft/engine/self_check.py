@@ -23,6 +23,7 @@ from graft.engine.core import Request, Stats
 from graft.engine.decode.loop import Counts
 from graft.engine.engine import Engine
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
+from graft.engine.pooling import PoolingEngine
 from graft.models.loaded import LoadedModel
 from graft.ops.paged_cache import raw, read
 from graft.weights.quantize import FP8
@@ -49,6 +50,8 @@ def self_check(
     """A line for the report; raises DecodeMismatch. layers: the names of the attention modules."""
     if not wanted:
         return "self-check: turned off (self_check=False)"
+    if isinstance(engine, PoolingEngine):
+        return check_chunks(engine, model, tolerance(model.module.dtype, quantized, len(layers)))
     started = time.perf_counter()
     most = min(engine.manager.block_size, model.context) - 2, engine.scheduler.max_num_batched_tokens
     length = min(PROMPT, *(limit - STEPS for limit in most))
@@ -74,6 +77,42 @@ def self_check(
     return (
         f"self-check: {STEPS} decode steps agree with a full pass over the same {len(whole.tokens)} tokens, keys and"
         f" values to {largest:.1e} (allowed: {allowed:.1e}), {milliseconds:.0f} ms"
+    )
+
+
+@torch.inference_mode()
+def check_chunks(engine: PoolingEngine, model: LoadedModel, allowed: float) -> str:
+    """Of an engine that embeds: a prompt in chunks, which read each other's keys and values, against one pass."""
+    started, scheduler, manager = time.perf_counter(), engine.scheduler, engine.manager
+    prompt = some_tokens(model, min(PROMPT + STEPS, model.context, manager.block_size - 1))
+    kept = scheduler.max_num_batched_tokens, scheduler.clock, manager.asked_tokens, manager.reused_tokens
+    found = []
+    try:
+        for tokens in (STEPS, len(prompt)):
+            scheduler.max_num_batched_tokens = min(tokens, kept[0])
+            request = engine.embed(prompt, model.context)
+            engine.enter(request)
+            while request.finish_reason is None:
+                engine.step()
+            found.append(request.embedding)
+    finally:
+        scheduler.max_num_batched_tokens, scheduler.clock, manager.asked_tokens, manager.reused_tokens = kept
+        engine.stats = Stats()
+    chunked, whole = found
+    if chunked is None or whole is None:
+        return "self-check: nothing to compare, because the hidden states of random tokens are not finite"
+    apart = distance(torch.tensor(chunked), torch.tensor(whole)).item()
+    if not apart <= allowed:
+        raise DecodeMismatch(
+            f"{model.name} embeds wrong: fed {STEPS} tokens at a time a prompt's vector differs by {apart:.1e} from"
+            f" that of one pass, and {allowed:.1e} is allowed. Something that the model keeps from step to step is"
+            " lost, or a transform is wrong for few tokens: graft check --model says which. Use transformers for this"
+            " model and report it, or, to run it all the same, self_check=False"
+        )
+    milliseconds = (time.perf_counter() - started) * 1000
+    return (
+        f"self-check: {len(prompt)} tokens, {STEPS} a step, give the vector of one pass to {apart:.1e} (allowed:"
+        f" {allowed:.1e}), {milliseconds:.0f} ms"
     )
 
 

@@ -84,14 +84,16 @@ def load_decoder(
     quantize: str | None = None,
     kv_cache_dtype: str = "auto",
     trust_remote_code: bool = False,
+    headless: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """A GGUF file's weights stay in its blocks where the native backend reads them so, and nobody asks for floats."""
     as_stored = quantize is None and dtype == kv_cache_dtype == "auto"
     blocks = decoder_backend(backend, resolve_device(device), torch.float32)[0] == "native" and as_stored
     return load_model(
-        model, dtype=dtype, device=device, progress=progress, in_blocks=blocks, trust_remote_code=trust_remote_code
-    )
+        model, dtype=dtype, device=device, progress=progress, in_blocks=blocks, trust_remote_code=trust_remote_code,
+        headless=headless,
+    )  # fmt: skip
 
 
 def settings_for(

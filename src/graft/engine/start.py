@@ -23,6 +23,8 @@ def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
     if request.tensor_parallel_size > 1:
         return on_ranks(request, starter)
     if is_engine(request.model):
+        if request.sizes.runner == "pooling":
+            raise UsageError(f'{request.model} is a compiled engine, which generates; runner="pooling" takes a model')
         return from_folder(Path(request.model), request, starter)
     if request.recompile:
         raise UsageError(f"recompile (--recompile) is for compiled engines, and {request.model} is none")

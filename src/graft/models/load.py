@@ -17,7 +17,7 @@ from graft.models.embedded import embedded_folder, embedded_gguf
 from graft.models.loaded import LoadedModel
 from graft.models.names import check_name
 from graft.models.places import resolve_device, resolve_dtype
-from graft.models.promises import check_promises, read_context
+from graft.models.promises import check_promises, read_context, share_head
 from graft.models.registry import RegistryEntry, entries, family_of
 from graft.models.requests import (
     asking_for_code,
@@ -43,11 +43,13 @@ def load_model(
     progress: Progress | None = None,
     in_blocks: bool = False,
     trust_remote_code: bool = False,
+    headless: bool = False,
 ) -> LoadedModel:
     """Loads for inference. `device="meta"` builds registry models without weights.
 
     in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.lazy).
-    trust_remote_code: Python code that a folder brings may run.
+    trust_remote_code: Python code that a folder brings may run. headless: nobody reads logits, so a folder may have
+    no weights for the output projection.
     """
     check_name(name)
     target = resolve_device(device)
@@ -63,7 +65,7 @@ def load_model(
         folder = embedded_folder(entry.name, entry.settings, progress, stored=stored)
         return load_converted(folder, entry.name, dtype, target)
     if path.is_dir():
-        return load_folder(path, path.resolve().name, dtype, target, trust_remote_code)
+        return load_folder(path, path.resolve().name, dtype, target, trust_remote_code, headless)
     if in_blocks and target.type == "cpu":
         return load_blocks(blocks_folder(path, progress), path.stem, dtype)
     return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, target)
@@ -81,7 +83,12 @@ def build_random(entry: RegistryEntry, dtype: torch.dtype, device: torch.device)
 
 
 def load_folder(
-    folder: Path, name: str, dtype: str, device: torch.device, trust_remote_code: bool = False
+    folder: Path,
+    name: str,
+    dtype: str,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    headless: bool = False,
 ) -> LoadedModel:
     """A Hugging Face folder. Tensors are read one after another, straight into the model."""
     check_folder(folder)
@@ -92,6 +99,7 @@ def load_folder(
         # said here because a config.json may name a kernel of the Hub, whose code transformers fetches and runs
         config._attn_implementation = family.reference_attention if family else None
         wanted = resolve_dtype(dtype, device, config.dtype or torch.float32)
+        head = share_head(folder, config, trust_remote_code) if headless else ()
         check_promises(folder, config, wanted, trust_remote_code)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -105,7 +113,7 @@ def load_folder(
     refuse_differences(folder, info)
     refuse_foreign_tensors(folder, model)
     tokenizer = load_tokenizer(folder, trust_remote_code)
-    notes = (*code_notes(folder, trust_remote_code), *unused_notes(folder, model), *sampling_notes(model))
+    notes = (*head, *code_notes(folder, trust_remote_code), *unused_notes(folder, model), *sampling_notes(model))
     return LoadedModel(
         name, on_device(model.eval(), device), tokenizer, family, context, folder=folder.resolve(), notes=notes
     )

@@ -105,7 +105,8 @@ def check_parameters(
     if promised <= held:
         return
     other = [name for name, p in named.items() if name in stored and stored[name].shape != tuple(p.shape)]
-    missing = [name for name in named if name not in stored]
+    base = f"{model.base_model_prefix}."  # which the tensors of a folder that has the base alone go without
+    missing = [name for name in named if name not in stored and name.removeprefix(base) not in stored]
     if other:
         shapes = list(stored[other[0]].shape), list(named[other[0]].shape)
         detail = f"{other[0]} is {shapes[0]}, but config.json makes it {shapes[1]}"
@@ -113,10 +114,35 @@ def check_parameters(
         detail = (
             f"there are no weights for {missing[0]} ({len(missing)} are missing)" if missing else "see the shapes"
         )
+    if missing == [head_name(model)]:
+        raise CheckpointError(
+            f"{folder} has no weights for {missing[0]}, the output projection, so that it cannot generate; it may be"
+            ' an embedder: graft serve --runner pooling, or LLM(…, runner="pooling")'
+        )
     raise CheckpointError(
         f"{folder}: config.json makes a {config.model_type} model of {promised:,} parameters, but the weight files"
         f" hold {held:,} numbers: {detail}. Correct config.json, or copy the weights that belong to it"
     )
+
+
+def share_head(folder: Path, config: Any, trust_remote_code: bool = False) -> tuple[str, ...]:
+    """Where the folder has no weights for the output projection, which nobody reads: it gets the embedding's, so that
+    none are made up, and no memory is taken. A line for the report."""
+    stored = stored_tensors(folder)
+    if getattr(config, "tie_word_embeddings", False) or not stored:
+        return ()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    name = head_name(model)
+    if name is None or name in stored:
+        return ()
+    config.tie_word_embeddings = True
+    return (f"the folder has no {name}, which embeddings do not need",)
+
+
+def head_name(model: Any) -> str | None:
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return next((name for name, parameter in model.named_parameters() if parameter is head), None)
 
 
 def stored_tensors(folder: Path) -> dict[str, SafetensorsEntry]:

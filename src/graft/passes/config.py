@@ -145,6 +145,11 @@ def shard_sets(rank: int, world: int) -> tuple[str, ...]:
     return f"{name}.enabled=true", f"{name}.world={world}", f"{name}.rank={rank}"
 
 
+def pooling_sets() -> tuple[str, ...]:
+    """What `--runner pooling` stands for: the graph ends before the output projection."""
+    return ("transforms.last_token_logits.output=hidden",)
+
+
 def with_sets(config: PipelineConfig, sets: Sequence[str]) -> PipelineConfig:
     """A loaded configuration with `--set` values laid over it."""
     transforms, origins = dict(config.transforms), dict(config.origins)

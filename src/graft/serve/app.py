@@ -17,6 +17,7 @@ from graft import __version__
 from graft.base.errors import HttpRefused
 from graft.serve.cache_events import EventReader, event_stream
 from graft.serve.dashboard import dashboard_stream
+from graft.serve.embedding import Embedding, asked_embeddings, from_embeddings
 from graft.serve.generation import Generation, from_chat, from_completion, from_response
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
@@ -33,31 +34,31 @@ Handler = Callable[[ServerState, HttpRequest], Awaitable[Response]]
 
 async def chat_completions(state: ServerState, http: HttpRequest) -> Response:
     body = await json_body(state, http)
-    text, model = state.loaded
+    text, model = state.loaded_to("generate", http.scope["path"])
     asked = requests.chat(body, state.options.names)
     return await respond(state, http, await from_chat(asked, text, model, http.state.request_id))
 
 
 async def completions(state: ServerState, http: HttpRequest) -> Response:
     body = await json_body(state, http)
-    text, model = state.loaded
+    text, model = state.loaded_to("generate", http.scope["path"])
     asked = requests.completion(body, state.options.names, model.vocabulary)
     return await respond(state, http, await from_completion(asked, text, model, http.state.request_id))
 
 
 async def responses(state: ServerState, http: HttpRequest) -> Response:
     body = await json_body(state, http)
-    text, model = state.loaded
+    text, model = state.loaded_to("generate", http.scope["path"])
     asked = response(body, state.options.names)
     return await respond(state, http, await from_response(asked, text, model, http.state.request_id, body))
 
 
-async def respond(state: ServerState, http: HttpRequest, made: Generation) -> Response:
+async def respond(state: ServerState, http: HttpRequest, made: Generation | Embedding) -> Response:
     """Whoever leaves (the client, the task) ends the engine's work; the guard does that when the response is over."""
     ticket = made.enter(state.link)
-    ticket.id, ticket.path = http.state.request_id, http.url.path
+    ticket.id, ticket.path = http.state.request_id, http.scope["path"]
     http.state.generation = made
-    if made.stream:
+    if isinstance(made, Generation) and made.stream:
         return EventStream(made.events(ticket), ticket.bell, state.options.slow_client_timeout)
     return Response(await while_connected(made.answer(ticket), http.receive), media_type="application/json")
 
@@ -112,12 +113,10 @@ async def detokenize(state: ServerState, http: HttpRequest) -> Response:
 
 
 async def embeddings(state: ServerState, http: HttpRequest) -> Response:
-    requests.served_name(await json_body(state, http), state.options.names)
-    raise HttpRefused(
-        f"{state.options.names[0]} is a generating model: its graph gives logits alone, and no hidden state to be"
-        " pooled; there are no embeddings here",
-        code="unsupported_endpoint",
-    )
+    body = await json_body(state, http)
+    text, served = state.loaded_to("pooling", http.scope["path"])
+    asked = asked_embeddings(body, state.options.names, served)
+    return await respond(state, http, await from_embeddings(asked, text, served))
 
 
 async def kv_cache_events(state: ServerState, _: HttpRequest) -> Response:
@@ -170,16 +169,16 @@ async def json_body(state: ServerState, http: HttpRequest) -> dict[str, Any]:
     return values.parse_json(await read_body(http, state.options.max_body_size, state.options.slow_client_timeout))
 
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+ROUTES: tuple[tuple[str, str, Handler], ...] = (  # looked through in this order
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", responses),
     ("GET", "/", partial(show_page, "chat")),
     ("GET", "/dashboard", partial(show_page, "dashboard")),
     ("GET", "/v1/dashboard", dashboard),
     ("GET", "/openapi.json", schema),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/chat/completions", chat_completions),
-    ("POST", "/v1/responses", responses),
     ("POST", "/v1/embeddings", embeddings),
     ("GET", "/v1/kv_cache_events", kv_cache_events),
     ("POST", "/tokenize", tokenize),

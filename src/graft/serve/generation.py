@@ -65,15 +65,22 @@ class Generation:
 
     def enter(self, link: EngineLink) -> Ticket:
         self.ticket = link.submit(self.prompts, self.params, follow=self.stream)
+        for prompt in range(len(self.prompts)):  # now, while the engine is at it, and not with its first token
+            self.choice(prompt, 0)
         return self.ticket
 
     def take(self, prompt: int, row: AnswerRow) -> tuple[Choice, Piece]:
         if row.error is not None:
             raise EngineFailed(row.error)
-        params = self.params[prompt]
-        index = prompt * params.n + row.sample
-        if row.prompt_logprobs is not None:
+        choice = self.choice(prompt, row.sample)
+        if row.prompt_logprobs is not None:  # in the first row of the first sample
             self.scores[prompt] = row.prompt_logprobs
+        choice.prompt_logprobs = self.scores.get(prompt)
+        return choice, choice.take(row)
+
+    def choice(self, prompt: int, sample: int) -> Choice:
+        params = self.params[prompt]
+        index = prompt * params.n + sample
         choice = self.found.get(index)
         if choice is None:
             known = self.text.tokenizer is not None
@@ -87,9 +94,8 @@ class Generation:
             stream = TextStream(self.text, self.prompts[prompt], shown) if known else None
             choice = Choice(index, params, stream, self.format.keeps, silent=self.silent, parser=parser)
             choice.thinker = thinker
-            choice.prompt_logprobs = self.scores.get(prompt)  # in the first row of the first sample
             self.found[index] = choice
-        return choice, choice.take(row)
+        return choice
 
     async def answer(self, ticket: Ticket) -> bytes:
         """All of it, as one JSON text."""

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.base.errors import GraftError, HttpRefused
+from graft.serve.embedding import Embedding
 from graft.serve.generation import Generation, new_id
 from graft.serve.http import ClientGone, SlowClient, error_response, json_response, status_of
 from graft.serve.logs import print_traceback
@@ -97,7 +98,7 @@ class Guard:
         """Work that nobody waits for any more is aborted."""
         made, seconds = exchange.scope["state"].get("generation"), time.monotonic() - exchange.began
         values: dict[str, object] = {}
-        if isinstance(made, Generation) and made.ticket is not None:
+        if isinstance(made, (Generation, Embedding)) and made.ticket is not None:
             self.state.link.close(made.ticket)
             first = made.ticket.first_token
             values = {

@@ -52,18 +52,21 @@ def error_response(error: GraftError) -> Response:
 async def read_body(request: HttpRequest, most: int, seconds: float) -> bytes:
     """The body. Of one that is too large the rest is read and thrown away, up to a bound: a client that still sends
     when the connection is closed never sees the answer."""
-    refused = HttpRefused(f"the body may have {most} bytes (--max-body-size)", status=413, code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > most + DISCARDED:
-        raise refused
+        raise too_large(most)
     try:
         async with asyncio.timeout(seconds):
             found, size = await received(request, most)
     except TimeoutError as error:
         raise HttpRefused(f"the body did not come within {seconds:g} seconds", status=408) from error
     if size > most:
-        raise refused
+        raise too_large(most)
     return found
+
+
+def too_large(most: int) -> HttpRefused:
+    return HttpRefused(f"the body may have {most} bytes (--max-body-size)", status=413, code="body_too_large")
 
 
 async def received(request: HttpRequest, most: int) -> tuple[bytes, int]:

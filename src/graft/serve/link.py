@@ -195,7 +195,14 @@ class EngineLink:
         known, length = self.metrics, ticket.lengths.get((row.id, row.sample), 0)
         known.finish(row.finish_reason or "")
         known.answer_length.observe(length)
-        known.whole.observe(now - ticket.started)
+        whole, first = now - ticket.started, ticket.first_token
+        known.whole.observe(whole)
+        if first is not None:
+            for histogram, value in (
+                (known.queued, row.queued), (known.prefill, first - row.queued), (known.decode, whole - first),
+                (known.inference, whole - row.queued),
+            ):  # fmt: skip
+                histogram.observe(max(value, 0.0))
         if length > 1 and ticket.first_token is not None:
             known.per_token.observe((now - ticket.started - ticket.first_token) / (length - 1))
         ticket.left -= 1

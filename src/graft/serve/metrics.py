@@ -74,6 +74,10 @@ class Metrics:
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN))
     per_token: Histogram = field(default_factory=lambda: Histogram(BETWEEN))
     whole: Histogram = field(default_factory=lambda: Histogram(LONG))
+    queued: Histogram = field(default_factory=lambda: Histogram(LONG))  # until it was begun
+    prefill: Histogram = field(default_factory=lambda: Histogram(LONG))  # from there to its first token
+    decode: Histogram = field(default_factory=lambda: Histogram(LONG))  # from the first token to the last
+    inference: Histogram = field(default_factory=lambda: Histogram(LONG))  # both
     prompt_length: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     answer_length: Histogram = field(default_factory=lambda: Histogram(TOKENS))
 
@@ -121,6 +125,10 @@ class Metrics:
         yield "vllm:inter_token_latency_seconds", self.between_tokens
         yield "vllm:request_time_per_output_token_seconds", self.per_token
         yield "vllm:e2e_request_latency_seconds", self.whole
+        yield "vllm:request_queue_time_seconds", self.queued
+        yield "vllm:request_prefill_time_seconds", self.prefill
+        yield "vllm:request_decode_time_seconds", self.decode
+        yield "vllm:request_inference_time_seconds", self.inference
         yield "vllm:request_prompt_tokens", self.prompt_length
         yield "vllm:request_generation_tokens", self.answer_length
 

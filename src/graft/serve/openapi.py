@@ -104,7 +104,12 @@ SCHEMAS: dict[str, Schema] = {
         "anyOf": [entity({"prompt": TEXT}), entity({"messages": listed(ref("Message"), minItems=1)})],
     },
     "DetokenizeRequest": entity({"tokens": IDS}),
-    "EmbeddingRequest": OBJECT,
+    "EmbeddingRequest": entity(
+        {"input": {"anyOf": [TEXT, IDS, listed(TEXT, minItems=1), listed(IDS, minItems=1)]}},
+        model=ref("ModelName"),
+        encoding_format={"enum": ["float", "base64", None]},
+        dimensions=whole(1),
+    ),
     "Chat": entity(
         {
             "id": TEXT, "object": {"const": "chat.completion"}, "created": WHOLE, "model": TEXT, "usage": USAGE,
@@ -119,6 +124,15 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "Response": entity(
         {"id": TEXT, "object": {"const": "response"}, "status": TEXT, "output": listed(OBJECT, minItems=1)}
+    ),
+    "Embeddings": entity(
+        {
+            "object": {"const": "list"}, "model": TEXT,
+            "usage": entity({"prompt_tokens": WHOLE, "total_tokens": WHOLE}),
+            "data": listed(
+                entity({"index": WHOLE, "embedding": {"anyOf": [TEXT, listed({"type": "number"})]}}), minItems=1
+            ),
+        }
     ),
     "Tokens": entity({"count": WHOLE, "max_model_len": WHOLE, "tokens": IDS}),
     "Prompt": entity({"prompt": TEXT}),
@@ -144,7 +158,9 @@ PATHS = {
     "/v1/chat/completions": Endpoint("post", "A conversation is answered", "ChatRequest", "Chat", True),
     "/v1/completions": Endpoint("post", "A text is continued", "CompletionRequest", "Completion", True),
     "/v1/responses": Endpoint("post", "A conversation is answered by items", "ResponseRequest", "Response", True),
-    "/v1/embeddings": Endpoint("post", "Refused: models here generate", "EmbeddingRequest", None, False),
+    "/v1/embeddings": Endpoint(
+        "post", "Vectors of texts (--runner pooling)", "EmbeddingRequest", "Embeddings", False
+    ),
     "/v1/models": Endpoint("get", "The served names", None, "Models", False),
     "/v1/models/{name}": Endpoint("get", "One of them", None, "Model", False),
     "/tokenize": Endpoint("post", "Text to tokens", "TokenizeRequest", "Tokens", False),

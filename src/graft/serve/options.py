@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class ServeOptions:
     def published(self) -> KvEventsConfig:
         return parse_config(self.kv_events_config)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model: the folder's or file's own name where none was given."""
         return self.served_model_name or (Path(self.load.model).name or self.load.model,)

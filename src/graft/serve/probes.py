@@ -12,7 +12,7 @@ PROBES = ("Hello, world!", " two  spaces\n\tand lines", "naïve café – 你好
 
 
 def served_model(llm: LLM) -> ServedModel:
-    tokenizer, manager = llm.tokenizer, llm.engine.manager
+    tokenizer, manager, pooling = llm.tokenizer, llm.engine.manager, llm.engine.pooling
     return ServedModel(
         name=llm.model.name,
         context=llm.model.context,
@@ -24,7 +24,16 @@ def served_model(llm: LLM) -> ServedModel:
         special_tokens={} if tokenizer is None else {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
         probes=() if tokenizer is None else [probe(llm, text) for text in PROBES],
         end_tokens=sorted(llm.engine.end_tokens),
+        runner="generate" if pooling is None else "pooling",
+        matryoshka=() if pooling is None else pooling.matryoshka,
+        width=0 if pooling is None else head_width(llm),
     )
+
+
+def head_width(llm: LLM) -> int:
+    """Of what the output projection, which is left out, would read."""
+    head: Any = llm.model.module.get_output_embeddings()
+    return int(head.weight.shape[-1])
 
 
 def as_json(model: str, tokenizer: Any) -> str:

@@ -28,7 +28,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CLOSING = 5  # seconds that connections have to end after the last answer
 UVICORN: dict[str, Any] = {
     "lifespan": "off", "log_config": None, "access_log": False, "server_header": False, "ws": "none",
-    "timeout_graceful_shutdown": CLOSING, "backlog": 2048,
+    "timeout_graceful_shutdown": CLOSING, "backlog": 2048, "proxy_headers": False,  # nobody reads where one came from
 }  # fmt: skip
 POLL = 0.02  # seconds between two looks at whether all is answered
 

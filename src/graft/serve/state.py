@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.base.errors import EngineGone
+from graft.base.errors import EngineGone, HttpRefused
 from graft.serve.keys import ApiKeys
 from graft.serve.link import EngineLink
 from graft.serve.logs import ServerLog
@@ -37,6 +37,21 @@ class ServerState:
         if self.link.gone is not None or not self.warm or self.text is None or self.link.model is None:
             raise EngineGone(f"{self.link.gone or 'the model is being loaded'}; try again later")
         return self.text, self.link.model
+
+    def loaded_to(self, runner: str, path: str) -> tuple[ServedText, ServedModel]:
+        """The same, for an endpoint of servers that generate, or of those that embed."""
+        text, model = self.loaded
+        if model.runner == runner:
+            return text, model
+        does, start = (
+            ("embeds", "without --runner pooling")
+            if runner == "generate"
+            else ("generates", f"for embeddings: graft serve {self.options.load.model} --runner pooling")
+        )
+        raise HttpRefused(
+            f"{path}: this server of {self.options.names[0]} {does}; start another {start}",
+            code="unsupported_endpoint",
+        )
 
     @property
     def ready(self) -> bool:

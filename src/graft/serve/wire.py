@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -50,6 +51,16 @@ def messages(connection: socket.socket) -> Iterator[Message]:
             yield json.loads(body)
 
 
+def as_base64(vector: Sequence[float]) -> str:
+    """float32, little-endian: as OpenAI has embeddings, and a quarter of what they take as decimal numbers."""
+    return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def from_base64(text: str) -> list[float]:
+    raw = b64decode(text)
+    return list(struct.unpack(f"<{len(raw) // 4}f", raw))
+
+
 class TokenLogprobs(NamedTuple):
     """Of a token that was chosen, or is in the prompt: its own logprob, and [token, logprob] of the likeliest. rank:
     how many are likelier, plus one; of the prompt alone."""
@@ -71,6 +82,8 @@ class AnswerRow(NamedTuple):
     cached: int  # tokens of the prompt that were found in the cache
     error: str | None
     prompt_logprobs: list[TokenLogprobs] | None = None  # of its tokens but the first; in the first row of sample 0
+    queued: float = 0.0  # seconds that it waited to be admitted
+    embedding: str | None = None  # of a request that is pooled: float32, little-endian, in base64
 
     @classmethod
     def parse(cls, given: list[Any]) -> AnswerRow:
@@ -116,3 +129,6 @@ class ServedModel:
     special_tokens: Mapping[str, str]
     probes: Sequence[tuple[str, list[int], str]]
     end_tokens: Sequence[int] = ()
+    runner: str = "generate"  # or "pooling"
+    matryoshka: Sequence[int] | None = ()  # dimensions that embeddings may be cut to; None: any
+    width: int = 0  # of embeddings

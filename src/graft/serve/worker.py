@@ -33,7 +33,7 @@ from graft.engine.watch import Watch
 from graft.serve.logs import print_traceback
 from graft.serve.options import ModelOptions
 from graft.serve.probes import served_model
-from graft.serve.wire import AnswerRow, EngineLoad, Message, TokenLogprobs, frame, messages
+from graft.serve.wire import AnswerRow, EngineLoad, Message, TokenLogprobs, as_base64, frame, messages
 
 HEARTBEAT = 1.0  # seconds after which an idle engine says that it is there
 # seconds until the driver's thread gives way to the one that sends what it made: Python's own 5 ms took 10 ms of the
@@ -98,7 +98,20 @@ class SentRequest(Watch):
             ]
         error = None if one.error is None else str(one.error)
         prompt = self.prompt_logprobs() if not index and not sent and tokens else None
-        return AnswerRow(self.number, index, tokens, likely, reason, one.stop_reason, one.cached or 0, error, prompt)
+        vector = None if one.embedding is None else as_base64(one.embedding)
+        return AnswerRow(
+            self.number,
+            index,
+            tokens,
+            likely,
+            reason,
+            one.stop_reason,
+            one.cached or 0,
+            error,
+            prompt,
+            round((one.leader or one).queued, 6),
+            vector,
+        )
 
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
         asked, count = self.request, self.request.params.prompt_logprobs
@@ -152,7 +165,10 @@ class Worker:
 
     def enter(self, asked: Message, params: SamplingParams) -> None:
         try:
-            request = self.llm.request(asked["prompt"], params, 0)
+            if self.llm.engine.pooling is not None:
+                request = self.llm.embedding_request(asked["prompt"])
+            else:
+                request = self.llm.request(asked["prompt"], params, 0)
         except GraftError as error:
             self.refuse(asked["id"], str(error))
             return
@@ -284,8 +300,9 @@ def run(connection: socket.socket) -> None:
         print_traceback()
         outbox.send({"failed": f"{type(error).__name__}: {error}", "exit": 1})
         return
-    with suppress(UsageError):  # where there can be no grammar, whoever asks for one is told
-        _ = llm.grammars  # reading the vocabulary holds up every thread: now, and not with the first schema
+    if llm.engine.pooling is None:
+        with suppress(UsageError):  # where there can be no grammar, whoever asks for one is told
+            _ = llm.grammars  # reading the vocabulary holds up every thread: now, and not with the first schema
     worker = Worker(llm, outbox)
     threading.Thread(target=worker.send_forever, name="graft-sender", daemon=True).start()
     for message in asked:

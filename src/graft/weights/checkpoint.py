@@ -45,15 +45,19 @@ def told(error: BaseException) -> str:
 
 def read_object(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} where an object {{…}} belongs; copy it again")
+    return content
+
+
+def read_json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, it is not JSON: {told(error)}; copy it again") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} where an object {{…}} belongs; copy it again")
-    return content
 
 
 def check_safetensors(path: Path) -> None:

@@ -167,6 +167,25 @@ def test_equal_requests_are_served_as_they_come():
     assert done == requests
 
 
+def test_a_request_knows_how_long_it_waited(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(scheduling.time, "monotonic", lambda: next(now))
+    scheduler = make(seqs=1)
+    first, second = request(3, 2), request(3, 1)
+    scheduler.add(first)  # at 0
+    scheduler.add(second)  # at 1
+    step(scheduler)  # the first is let in at 2
+    while scheduler.running or scheduler.waiting:
+        step(scheduler)
+    assert (first.queued, second.queued) == (2, 2)  # the second at 3
+    again = request(3, 1)
+    scheduler.add(again)
+    scheduler.admit(again)
+    scheduler.preempt(again)
+    scheduler.admit(again)
+    assert again.queued == 1  # one that gave way was begun already
+
+
 def test_a_better_priority_takes_the_place_of_the_last():
     scheduler = make(blocks=4, seqs=2)
     first, second = request(7, 9, first=1), request(7, 9, first=2)

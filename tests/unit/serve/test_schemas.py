@@ -128,7 +128,7 @@ def test_a_model_without_end_tokens_keeps_to_no_schema():
 
 def test_the_http_process_is_told_of_end_tokens():
     part = SimpleNamespace(blocks=4, block_size=16, max_num_seqs=2, vocab_size=300)
-    engine = SimpleNamespace(manager=part, scheduler=part, end_tokens=frozenset({9, 2}))
+    engine = SimpleNamespace(manager=part, scheduler=part, end_tokens=frozenset({9, 2}), pooling=None)
     model = SimpleNamespace(name="mine", context=64, module=SimpleNamespace(config=part))
     assert served_model(SimpleNamespace(model=model, engine=engine, tokenizer=None)).end_tokens == [2, 9]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from graft.base.errors import UsageError
 from graft.serve.run import listening
 from serve_cases import http_client, poll, sent, serving
-from stub_engine import CONTEXT, DIE, HANG, PAUSE, SLOW
+from stub_engine import CONTEXT, DIE, HANG, PAUSE, QUEUED, SLOW
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,7 @@ def test_what_the_model_cannot_do(client):
     assert complete(client, [1], logit_bias={"299": -100}).status_code == 200
     none = client.post("/v1/embeddings", json={"input": "hi"})
     assert none.status_code == 400 and none.json()["error"]["code"] == "unsupported_endpoint"
+    assert "graft serve stub --runner pooling" in none.json()["error"]["message"]
     assert client.post("/v1/responses", json={"input": "hi", "prompt_logprobs": 1}).status_code == 400
 
 
@@ -138,6 +139,12 @@ def test_metrics_have_the_names_that_dashboards_read(client):
         "e2e_request_latency_seconds_count", "request_prompt_tokens_count", "request_generation_tokens_count",
     ):  # fmt: skip
         assert f"vllm:{name}" in text, name
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    labels = '{model_name="stub"}'
+    ended = float(values[f"vllm:request_queue_time_seconds_count{labels}"])
+    for name in ("prefill", "decode", "inference"):
+        assert float(values[f"vllm:request_{name}_time_seconds_count{labels}"]) == ended >= 1
+    assert float(values[f"vllm:request_queue_time_seconds_sum{labels}"]) == QUEUED * ended
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -27,7 +27,7 @@ def worker(monkeypatch):
 
     monkeypatch.setattr(os, "_exit", end)
     near, far = socket.socketpair()
-    made = Worker(SimpleNamespace(), Outbox(near))
+    made = Worker(SimpleNamespace(engine=SimpleNamespace(pooling=None)), Outbox(near))
     made.far = far
     yield made
     near.close()

@@ -75,7 +75,14 @@ from graft.base.errors.names import (
     UnknownTransform,
     WrongType,
 )
-from graft.base.errors.prompts import BadIndex, EmptyPrompt, LogitsError, NotText, PromptTooLong
+from graft.base.errors.prompts import (
+    BadIndex,
+    EmbeddingNotFinite,
+    EmptyPrompt,
+    LogitsError,
+    NotText,
+    PromptTooLong,
+)
 from graft.base.errors.serve import (
     ClusterMissing,
     EngineGone,
@@ -120,6 +127,7 @@ __all__ = [
     "DonationRefused",
     "DumpError",
     "DuplicateTransform",
+    "EmbeddingNotFinite",
     "EmptyPrompt",
     "EngineFailed",
     "EngineGone",

@@ -7,10 +7,9 @@ from graft.base.errors.base import GraftError, UsageError
 
 class PromptTooLong(UsageError):
     def __init__(self, tokens: int, new_tokens: int, context: int) -> None:
-        super().__init__(
-            f"the prompt has {tokens} tokens and {new_tokens} new ones are asked for, but the model's context is"
-            f" {context}; shorten the prompt or lower max_tokens"
-        )
+        asked = f" and {new_tokens} new ones are asked for" if new_tokens else ""
+        remedy = "shorten the prompt or lower max_tokens" if new_tokens else "shorten it"
+        super().__init__(f"the prompt has {tokens} tokens{asked}, but the model's context is {context}; {remedy}")
 
 
 class EmptyPrompt(UsageError):
@@ -28,6 +27,14 @@ class LogitsError(GraftError):
         super().__init__(
             "the logits of a request have no finite largest value (NaN, infinity, or every token barred), so no token"
             " can be chosen; check the weights, try float32, or weaken the penalties"
+        )
+
+
+class EmbeddingNotFinite(GraftError):
+    def __init__(self) -> None:
+        super().__init__(
+            "the hidden states of a prompt are not finite (NaN or infinity), so it has no embedding; check the"
+            " weights, or try float32"
         )
 
 

@@ -83,6 +83,9 @@ Origins = Annotated[
     list[str] | None,
     typer.Option(help="Pages of this origin may ask from a browser (CORS); * is all. Repeatable.", metavar="ORIGIN"),
 ]
+Runner = Annotated[
+    str, typer.Option(help="generate, or pooling: a model's hidden states as embeddings (/v1/embeddings).")
+]
 Replicas = Annotated[int, typer.Option(help="Engines behind one address, on Ray Serve (graft[ray]).", min=1)]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log lines as JSON objects on standard output.")]
 
@@ -90,6 +93,7 @@ JsonLogs = Annotated[bool, typer.Option("--json", help="Log lines as JSON object
 def serve(
     ctx: typer.Context,
     model: Model = DEFAULT_MODEL,
+    runner: Runner = "generate",
     host: Host = "127.0.0.1",
     port: Port = 8000,
     served_model_name: ServedNames = None,

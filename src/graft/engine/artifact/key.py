@@ -71,6 +71,8 @@ def refuse_switched_off(request: EngineRequest) -> None:
         raise NoKey("it is switched off (--no-cache, use_cache=False)")
     if os.environ.get(OFF, "") not in ("", "0"):
         raise NoKey(f"{OFF} is set")
+    if request.sizes.runner == "pooling":
+        raise NoKey("engines that embed are built at each start")
     if request.keep_weights:
         raise NoKey("the Hugging Face module is needed too")
     if request.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR"):

@@ -170,6 +170,8 @@ def check_place(path: Path, overwrite: bool) -> None:
 def refuse_unsavable(parts: EngineParts, path: Path) -> None:
     if parts.lowered is None:
         raise ArtifactError(path, "cannot be written: this engine came from an artifact; copy that folder instead")
+    if parts.engine.pooling is not None:
+        raise ArtifactError(path, "cannot be written: engines that embed are built at each start")
     if parts.backend not in ("native", "eager"):
         raise ArtifactError(
             path, f"cannot be written: backend {parts.backend!r} compiles at every start; use native or eager"

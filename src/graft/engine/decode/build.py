@@ -30,6 +30,8 @@ def loop_problem(device: torch.device, backend: str, options: EngineOptions, ran
     """Why decode steps are not captured, or None."""
     if options.enforce_eager:
         return "enforce_eager was asked for"
+    if options.runner == "pooling":
+        return "nothing is decoded"
     if device.type != "cuda":
         return f"the model is on {device}"
     if ranks > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
+from typing import Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -13,7 +14,7 @@ from graft.ir.edit import Editor
 from graft.ir.nodes import is_op, options_of, output_node, where
 from graft.ir.patterns.match import Match, Refused
 from graft.ops.layout import declare
-from graft.passes.base import Context
+from graft.passes.base import Context, TransformConfig
 from graft.passes.registry import TransformRegistry
 from graft.passes.rewriter import Rewriter, RewriteRun
 
@@ -33,6 +34,14 @@ ROW_WISE = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class LastTokenConfig(TransformConfig):
+    """output: `logits`, or `hidden`, what the output projection would read: for embeddings, which have no use for
+    it."""
+
+    output: Literal["logits", "hidden"] = "logits"
+
+
 @TransformRegistry.register("last_token_logits")
 class LastTokenLogits(Rewriter):
     """The output projection runs on chosen tokens alone: a new input `logits_indices` says which.
@@ -47,6 +56,11 @@ class LastTokenLogits(Rewriter):
     before:  %hidden, _ = graft.add_rms_norm(%x, %r, %g, eps)
     after:   %rows = index_select(add(%x, %r), -2, %logits_indices);  %hidden = graft.rms_norm(%rows, %g, eps)
 
+    With `output: hidden` (`--runner pooling`) the projection and what is done to logits go, and the rows are the
+    graph's result:
+
+    after:   %hidden = graft.rms_norm(%rows, %g, eps)                         [b, n, d]
+
     Numerics: the same rows, the same sums; the GEMM may sum in another order for another row count.
 
     A walk: its result has another shape, and so has all that is computed from it; a pattern's result keeps its shape,
@@ -56,6 +70,11 @@ class LastTokenLogits(Rewriter):
     uncheckable = "it computes the logits of chosen tokens alone, so the results have other shapes"
 
     lacking = "the graph returns no logits"
+    config: LastTokenConfig  # pyrefly: ignore
+
+    @classmethod
+    def get_config_class(cls) -> type[TransformConfig]:
+        return LastTokenConfig
 
     def applies(self, gm: GraphModule, context: Context) -> str | None:
         decodes = context.route == "decoder"
@@ -82,6 +101,11 @@ class LastTokenLogits(Rewriter):
         hidden = linear.args[0]
         index = declare(editor, hidden, ("logits_indices",))["logits_indices"]
         made = choose_rows(editor, match.nodes, index, linear)
+        if self.config.output == "hidden":
+            output = output_node(run.gm.graph)
+            output.args = ((made[-1],),)
+            run.context.notes.append(f"{where(linear)} is left out: the graph gives what it would read")
+            return [*made, index]
         linear.args = (made[-1], *linear.args[1:])
         for changed in (linear, *match.chain):
             changed.meta = {**changed.meta, "val": editor.abstract(changed)}

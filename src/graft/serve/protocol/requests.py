@@ -90,15 +90,15 @@ def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedComple
     return AskedCompletion(name, params, **streaming(body), schema=schema, prompts=given, echo=echo, silent=silent)
 
 
-def prompts(given: object, vocabulary: int) -> list[str | list[int]]:
+def prompts(given: object, vocabulary: int, param: str = "prompt") -> list[str | list[int]]:
     """A string, a list of token ids, or a list of either."""
     if isinstance(given, str):
-        return [text(given, "prompt")]
+        return [text(given, param)]
     if not isinstance(given, list) or not given:
-        raise wrong("prompt", "a string, a list of token ids, or a list of either", given)
+        raise wrong(param, "a string, a list of token ids, or a list of either", given)
     if isinstance(given[0], int):
-        return [token_ids(given, "prompt", vocabulary)]
-    return [text(one, "prompt") if isinstance(one, str) else token_ids(one, "prompt", vocabulary) for one in given]
+        return [token_ids(given, param, vocabulary)]
+    return [text(one, param) if isinstance(one, str) else token_ids(one, param, vocabulary) for one in given]
 
 
 def chat(body: Json, names: Sequence[str]) -> AskedChat:

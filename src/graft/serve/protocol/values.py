@@ -78,10 +78,10 @@ def text(value: object, param: str) -> str:
 
 
 def token_ids(value: object, param: str, vocabulary: int) -> list[int]:
-    if not isinstance(value, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise wrong(param, "a list of token ids", value)
-    strange = next((one for one in value if not 0 <= one < vocabulary), None)
-    if strange is not None:
+    if value and (min(value) < 0 or max(value) >= vocabulary):
+        strange = next(one for one in value if not 0 <= one < vocabulary)
         raise HttpRefused(f"{param}: token id {strange} is outside the vocabulary of {vocabulary}", param=param)
     return value
 
