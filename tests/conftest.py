@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache, wraps
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,6 +38,7 @@ from hypothesis.internal.conjecture import providers  # noqa: E402
 from bytecode import rewrite_files  # noqa: E402
 from fork_parent import fork_workers, forks  # noqa: E402
 from graft.models.registry import families  # noqa: E402
+from interpreter import patch_once  # noqa: E402
 from marks import FULL, keep_some, thin_out  # noqa: E402
 
 if TYPE_CHECKING:
@@ -94,6 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        patch_once()
     transformers.utils.logging.disable_progress_bar()
     if not FULL:
         sweep_tiles()
