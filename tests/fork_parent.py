@@ -50,7 +50,6 @@ def fork_workers(specs: Sequence[Any], arguments: Sequence[str]) -> Callable[[],
     """xdist starts its workers from a process that has collected the tests; what is given back ends that process."""
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
     folder, end = start("programs", "workers", arguments=arguments)
-    os.environ[PROGRAMS] = f"{folder}/programs"
     for spec in specs:
         spec.python = shlex.join([sys.executable, "-S", "-E", str(HERE / "fork_client.py"), f"{folder}/workers"])
     return end
@@ -61,9 +60,10 @@ def start(*names: str, arguments: Sequence[str] = ()) -> tuple[str, Callable[[],
     folder = tempfile.mkdtemp(prefix="graft-forks-")
     listeners = [listen(f"{folder}/{name}") for name in names]
     numbers = [listener.fileno() for listener in listeners]
+    environment = {**os.environ, PROGRAMS: f"{folder}/programs", "OMP_NUM_THREADS": "1"}  # threads do not fork
     parent = subprocess.Popen(
         [sys.executable, str(HERE / "fork_parent.py"), json.dumps(numbers), json.dumps([*arguments])],
-        stdin=subprocess.PIPE, pass_fds=numbers, env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads do not fork
+        stdin=subprocess.PIPE, pass_fds=numbers, env=environment,
     )  # fmt: skip
     for listener in listeners:
         listener.close()  # a client is refused when the parent has ended
