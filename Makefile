@@ -21,12 +21,16 @@ run: $(READY)
 # is kept, whatever the environment says: each process would compile all that it imports
 TESTS := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-# the short run compiles native code in half the time; make test-all has it as it is shipped
-test: check
-	GRAFT_CXXFLAGS=-O1 $(TESTS)
+# the checks run beside the tests, of which the first half minute is one process; what they say comes when they end
+BESIDE = @log=$$(mktemp); { $(MAKE) --no-print-directory check > $$log 2>&1; status=$$?; cat $$log; rm $$log; exit $$status; } & \
+	  checks=$$!; $(1); tests=$$?; wait $$checks || { echo "make check failed: see above" >&2; exit 1; }; exit $$tests
 
-test-all: check
-	HYPOTHESIS_PROFILE=all $(TESTS) -m ''
+# the short run compiles native code in half the time; make test-all has it as it is shipped
+test: $(READY)
+	$(call BESIDE,GRAFT_CXXFLAGS=-O1 $(TESTS))
+
+test-all: $(READY)
+	$(call BESIDE,HYPOTHESIS_PROFILE=all $(TESTS) -m '')
 
 # once as programs of their own, and once inside of Python, where a model's whole step runs
 sanitize: $(READY)
@@ -63,15 +67,15 @@ setup: $(READY)
 	@echo "ready: . $(BIN)/activate"
 
 # torch is installed first and from the pinned version: a range would take gigabytes of CUDA packages; bytecode is
-# written by all cores in the end: pip would take 45 seconds over it, on one
+# written by all cores, that of torch beside pip: pip would take 45 seconds over it, on one
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+BYTECODE = $(BIN)/python -m compileall -qq -x '/tests/' $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 $(READY): pyproject.toml constraints.txt
 	@echo "a virtual environment in $(VENV), with torch and graft: some minutes where nothing is cached" >&2
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
-	$(INSTALL) hatchling editables
-	$(INSTALL) --no-build-isolation -e ".[dev,serve]"
-	$(BIN)/python -c "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+	$(BYTECODE)/torch & $(BYTECODE)/sympy & $(INSTALL) hatchling editables && $(INSTALL) --no-build-isolation -e ".[dev,serve]" && wait
+	$(BYTECODE) -j 0
 	touch $(READY)
 
 $(VENV)/.docs: $(READY) docs/constraints.txt

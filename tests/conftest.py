@@ -11,26 +11,34 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, wraps
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-# pytest rewrites the asserts of every package that has a plugin, in each process of a run without bytecode: 800 files
-# of graft and hypothesis that no test asserts in, a third of the time that it takes to collect
-for hook in sys.meta_path:
-    if isinstance(hook, AssertionRewritingHook):
-        hook._must_rewrite -= {"graft", "hypothesis", "anyio"}
-        hook._marked_for_rewrite_cache.clear()
-        hook.mark_rewrite("graft.testing")
+
+def rewrite_no_packages() -> None:
+    """pytest rewrites the asserts of every package that has a plugin, in each process of a run without bytecode: 800
+    files of graft and hypothesis that no test asserts in, a third of the time that it takes to collect."""
+    for hook in sys.meta_path:
+        if isinstance(hook, AssertionRewritingHook):
+            hook._must_rewrite -= {"graft", "hypothesis", "anyio"}
+            hook._marked_for_rewrite_cache.clear()
+            hook.mark_rewrite("graft.testing")
+
+
+rewrite_no_packages()
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 
-from bytecode import rewrite_share  # noqa: E402
+from bytecode import rewrite_files  # noqa: E402
+from fork_parent import fork_workers, forks  # noqa: E402
 from graft.models.registry import families  # noqa: E402
+from interpreter import patch_once  # noqa: E402
 from marks import FULL, keep_some, thin_out  # noqa: E402
 
 if TYPE_CHECKING:
@@ -79,7 +87,7 @@ FAMILIES = sorted(families())
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return  # tests run in other processes
-    rewrite_share(config)
+    rewrite_no_packages()  # in a forked process this file is there already
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         # a run in the background of a shell ignores Ctrl-C, and so would what tests send it to
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -88,6 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        patch_once()
     transformers.utils.logging.disable_progress_bar()
     if not FULL:
         sweep_tiles()
@@ -163,6 +173,14 @@ def graph_of(module: torch.nn.Module) -> GraphModule:
     from graft.capture.cache import captured_decoder
 
     return captured_decoder(module)[0]
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Workers are forked from one process that has collected; asserts are rewritten while that imports torch."""
+    if forks():
+        config.add_cleanup(fork_workers(specs, [*map(str, config.invocation_params.args)]))
+    rewrite_files(config)
 
 
 def pytest_unconfigure() -> None:

@@ -7,68 +7,92 @@ the environment while it is imported is that of the test run; Triton is there al
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
-PARENT = """
-import gc, json, os, runpy, sys
-import torch, transformers, transformers.modeling_utils
-import networkx, pydantic, torch._dynamo, torch.export, torch.fx.experimental.proxy_tensor, typer  # as graft does
-
-def become(job):
-    for number, name in enumerate(("in", "out", "err")):
-        file = os.open(os.devnull if name == "in" else os.path.join(job["folder"], name), os.O_RDWR | os.O_CREAT)
-        os.dup2(file, number)
-    os.environ.clear()
-    os.environ.update(job["environment"])
-    os.chdir(job["cwd"])
-    kind, *rest = job["arguments"]
-    sys.path[:] = [*filter(None, job["environment"].get("PYTHONPATH", "").split(os.pathsep)), *PATH]
-    if kind in ("-c", "-m"):
-        sys.path.insert(0, "" if kind == "-c" else job["cwd"])
-        sys.argv = [kind, *rest[1:]]
-    else:
-        sys.argv = [kind, *rest]
-        sys.path.insert(0, os.path.dirname(kind))
-
-def main(kind, rest):
-    if kind == "-m":
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        space = sys.modules["__main__"].__dict__
-        exec(compile(rest[0], "<string>", "exec"), space)
-    else:
-        runpy.run_path(kind, run_name="__main__")
-
-PATH = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-gc.freeze()
-job = None
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    os._exit(0)
-become(job)
-main(job["arguments"][0], job["arguments"][1:])
-"""
+import fork_parent
 
 
 @cache
-def parent() -> subprocess.Popen[str]:
-    """One for each process of the test run; it ends when its input does."""
-    return subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def address() -> str:
+    """Of the process that others are forked from: one for the whole run, or for this process where it runs alone."""
+    if fork_parent.PROGRAMS in os.environ:
+        return os.environ[fork_parent.PROGRAMS]
+    folder, end = fork_parent.start("programs")
+    atexit.register(end)
+    return f"{folder}/programs"
+
+
+class Forked:
+    """`python <arguments>`, with what tests use of subprocess.Popen."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        cwd: Any = None,
+        env: Mapping[str, str] | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+    ) -> None:
+        self.returncode: int | None = None
+        self.stdout, out = stream(stdout, 1)
+        self.stderr, err = stream(stderr, 2)
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(address())
+        job = {
+            "arguments": [*map(str, arguments)], "cwd": str(cwd or os.getcwd()),
+            "environment": dict(os.environ if env is None else env),
+        }  # fmt: skip
+        with open(os.devnull) as nothing:
+            message = json.dumps(job).encode() + b"\n"
+            sent = socket.send_fds(self.connection, [message], [nothing.fileno(), out, err])
+            self.connection.sendall(message[sent:])
+        for mine, theirs in ((self.stdout, out), (self.stderr, err)):
+            if mine is not None:
+                os.close(theirs)
+        self.told = self.connection.makefile()
+        self.pid = int(self.told.readline())
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.connection.settimeout(timeout)
+            try:
+                self.returncode = int(self.told.readline())
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
+            self.connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        if self.returncode is None and not select.select([self.connection], [], [], 0)[0]:
+            return None
+        return self.wait()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def stream(wanted: Any, number: int) -> tuple[IO[str] | None, int]:
+    """The end of a pipe that the test reads, and what the process writes to."""
+    if wanted == subprocess.PIPE:
+        mine, theirs = os.pipe()
+        return open(mine), theirs
+    return None, number if wanted is None else wanted.fileno()
 
 
 @dataclass(frozen=True)
@@ -80,15 +104,8 @@ class Done:
 
 def run_python(*arguments: Any, cwd: Any = None, env: Mapping[str, str] | None = None) -> Done:
     """`python <arguments>`: -c and a program, -m and a module, or a file, and what they are given."""
-    with TemporaryDirectory() as folder, suppress(BrokenPipeError):
-        job = {
-            "arguments": [*map(str, arguments)], "cwd": str(cwd or os.getcwd()), "folder": folder,
-            "environment": dict(os.environ if env is None else env),
-        }  # fmt: skip
-        process = parent()
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        code = int(process.stdout.readline())
-        return Done(code, *(Path(folder, name).read_text() for name in ("out", "err")))
-    raise RuntimeError("the process that others are forked from has ended")
+    with TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("out", "err")]
+        with files[0].open("w") as out, files[1].open("w") as err:
+            code = Forked(*arguments, cwd=cwd, env=env, stdout=out, stderr=err).wait()
+        return Done(code, *(file.read_text() for file in files))

@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,11 +86,13 @@ class Served:
     """A server's process."""
 
     def __init__(self, *arguments: Any, stub: bool = True, errors: Any = None, **environment: str) -> None:
+        from processes import Forked  # the engines of tests, which import this file, start no process
+
         start = ["-c", STUBBED] if stub else ["-m", "graft"]
         paths = os.pathsep.join([str(Path(__file__).parent), str(source()), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, *start, "serve", *map(str, arguments), "--port", "0"],
-            stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": paths, **environment},
+        self.process = Forked(
+            *start, "serve", *arguments, "--port", "0",
+            stdout=subprocess.PIPE, stderr=errors, env={**os.environ, "PYTHONPATH": paths, **environment},
         )  # fmt: skip
 
     @property

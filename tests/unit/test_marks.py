@@ -12,7 +12,7 @@ from _pytest.assertion import rewrite
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecode import rewrite_share
+from bytecode import rewrite_files
 from marks import short, thin_out
 from processes import run_python
 
@@ -89,18 +89,17 @@ def test_a_forked_process_has_torch_and_its_own_environment(tmp_path):
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
-def test_each_process_rewrites_its_share_of_the_files(pytestconfig, tmp_path, monkeypatch):
-    files = [tmp_path / f"test_{number}.py" for number in range(5)]
+def test_the_first_process_rewrites_the_files(pytestconfig, tmp_path, monkeypatch):
+    files = [tmp_path / "folder" / f"test_{number}.py" for number in range(2)]
+    files[0].parent.mkdir()
     for file in files:
         file.write_text("def test_it():\n    assert [1] == [2]\n")
-    monkeypatch.setattr(pytestconfig, "args", [str(tmp_path)])
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    monkeypatch.setattr(pytestconfig, "args", [str(tmp_path), str(files[0])])
     written = [rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}" for file in files]
-    for worker, there in (("gw0", [0, 2, 4]), ("gw1", [0, 1, 2, 3, 4])):
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
-        rewrite_share(pytestconfig)
-        assert [number for number, path in enumerate(written) if path.exists()] == there
+    for without, there in ((True, [False, False]), (False, [True, True])):
+        monkeypatch.setattr(sys, "dont_write_bytecode", without)
+        rewrite_files(pytestconfig)
+        assert [path.exists() for path in written] == there
     code = rewrite._read_pyc(files[0], written[0])
     assert code is not None and "_pytest.assertion.rewrite" in code.co_names, (
         "an import takes it, and it is rewritten"

@@ -22,6 +22,7 @@ from graft.ir.constants import KeepConstants
 from graft.ir.edit import attach_state, attribute, fake_mode
 from graft.ir.nodes import OpOverload
 from graft.ir.program.assignments import assignments_as_writes
+from graft.ir.program.frames import forward_frames
 from graft.ir.program.generators import generators_kept, refuse_new_generators
 from graft.ir.program.indexing import TensorPositions
 from graft.ir.program.results import keep_results_apart, result_objects
@@ -83,6 +84,7 @@ def export_graph(
             _use_lazy_graph_module(True),  # torch writes Python code for 30 graphs on the way: a seventh of the time
             positions or TensorPositions(),
             KeepConstants(),
+            forward_frames(),
             assignments_as_writes(module),
             quiet(FAKE_TENSOR),
             generators_kept(module, (args, kwargs or {})) as generators,

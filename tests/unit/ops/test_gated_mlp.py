@@ -49,6 +49,13 @@ def test_one_op_gives_the_bits_of_two(few, shape, dtype, monkeypatch):
     assert expected.isfinite().all() and expected.std() > 0.1, "numbers that can differ"
 
 
+@pytest.fixture(scope="module")
+def right():
+    """A call, and what two layers give for it."""
+    call = OPS["gated_mlp"].call(*arguments(SHAPES[0]))
+    return call, two_layers(call)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -61,12 +68,11 @@ def test_one_op_gives_the_bits_of_two(few, shape, dtype, monkeypatch):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_a_wrong_argument_changes_the_bits(wrong):
-    args = arguments(SHAPES[0])
-    call = OPS["gated_mlp"].call(*args)
+def test_a_wrong_argument_changes_the_bits(wrong, right):
+    call, expected = right
     ((name, change),) = wrong.items()
     other = call._replace(**{name: change(getattr(call, name)) if callable(change) else change})
-    assert not torch.equal(kernels.gated_mlp_scaled(*other[:-1]), two_layers(call))
+    assert not torch.equal(kernels.gated_mlp_scaled(*other[:-1]), expected)
 
 
 def test_the_reference_is_two_linear_layers():

@@ -135,7 +135,7 @@ def test_right_replacements_pass_and_the_report_holds_the_error(name, dtype, dev
 
 
 # one table, which the short run has whole: which mistake is near the bound depends on the dtype
-@pytest.mark.parametrize(("name", "dtype"), product(WRONG, [torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [*product(WRONG, [torch.float32, torch.bfloat16])], ids=str)
 def test_wrong_replacements_are_caught_and_taken_back(name, dtype, planted):
     gm = block_graph(dtype)
     before = graph_text(gm.graph)
