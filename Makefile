@@ -75,7 +75,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(BYTECODE)/torch & $(BYTECODE)/sympy & $(INSTALL) hatchling editables && $(INSTALL) --no-build-isolation -e ".[dev,serve]" && wait
-	$(BYTECODE) -j 0
+	$(BYTECODE) -j 0 || echo "some files of packages are for other versions of Python, and have no bytecode" >&2
 	touch $(READY)
 
 $(VENV)/.docs: $(READY) docs/constraints.txt

@@ -1,6 +1,6 @@
 """Attention of many decoding sequences on a GPU: a program for each sequence and head, or even shares of all tiles.
 
-    python -m benchmarks.attention_shares [--json FILE] [--registers 152 168 184 216] [--stages 2 3 4]
+    python benchmarks/attention_shares.py [--json FILE] [--registers 152 168 184 216] [--stages 2 3 4]
 
 One layer of 32 query and 8 key-value heads of 128, lengths spread over half to one and a half times the mean,
 bfloat16 and float8 caches. Microseconds inside a CUDA graph, medians; TB/s of keys and values; how far both differ.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention import BLOCK, KV, SCALE, D, H, copies, graph_us
+from attention import BLOCK, KV, SCALE, D, H, copies, graph_us
 from graft.ops.cached_attention.balanced import triton as balanced
 from graft.ops.cached_attention.decode.triton import split_kv
 from graft.ops.paged_cache import rows_of, scales_of
@@ -37,7 +37,7 @@ def cache(blocks: int, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def made_set(lens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def made_set(lens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """k_cache, v_cache, block_tables, seq_lens: blocks scattered."""
     per = -(-lens // BLOCK)
     blocks, width = int(per.sum()), int(per.max())
