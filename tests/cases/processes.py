@@ -92,7 +92,9 @@ def stream(wanted: Any, number: int) -> tuple[IO[str] | None, int]:
     if wanted == subprocess.PIPE:
         mine, theirs = os.pipe()
         return open(mine), theirs
-    return None, number if wanted is None else wanted.fileno()
+    if wanted is None or isinstance(wanted, int):
+        return None, number if wanted is None else wanted
+    return None, wanted.fileno()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from marks import short
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1] * 3, [11]]
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-# latent attention pads and puts together what attention reads; the experts of gpt-oss have biases
-IN_PARTS = ("deepseek-v2", "deepseek-v3", "gpt-oss")
+# latent attention pads and puts together what attention reads; the experts of gpt-oss have biases; Nemotron's norms
+# have a weight that is computed, 1 + w
+IN_PARTS = ("deepseek-v2", "deepseek-v3", "gpt-oss", "nemotron")
 
 
 def tokens(llm: LLM) -> list[list[int]]:

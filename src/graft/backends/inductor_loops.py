@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._dynamo.utils import detect_fake_mode
 from torch.fx import Graph, Node
 
 from graft.ir.branches import all_nodes
@@ -43,6 +42,8 @@ def with_counters(compiled: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def counters_allowed(graph: Graph, inputs: Sequence[Any]) -> Iterator[None]:
     """The same for a graph that Dynamo has captured: in the shape environment of its inputs."""
+    from torch._dynamo.utils import detect_fake_mode
+
     mode = detect_fake_mode(inputs) if has_counted_loops(graph) else None
     sizes = mode.shape_env if mode is not None else None
     if sizes is None:

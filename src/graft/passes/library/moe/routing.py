@@ -48,7 +48,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class ScaledWeights:
+class WeighedScores:
     """What was made of the chosen experts' scores: over their sum and eps where `normalize`, times scale."""
 
     node: Node
@@ -73,7 +73,7 @@ def read_routing(walk: GraphWalk, topk: Node) -> Routing:
         require(values is not None, topk, f"only the ids of {where(topk)} are read, weights come from elsewhere")
         assert values is not None
         scoring, chosen, shares = read_selected(walk, topk, values, ids)
-        logits, found = scores, ScaledWeights(chosen) if chosen is not None else None
+        logits, found = scores, WeighedScores(chosen) if chosen is not None else None
     else:
         scoring = "softmax" if is_op(scores, aten.softmax.int) else "sigmoid"
         check_scores(walk.take(scores))
@@ -89,7 +89,7 @@ def read_routing(walk: GraphWalk, topk: Node) -> Routing:
         shares = read_scattered(walk, ids, weights)
     kept = weights if weights is not None else shares
     read = Routing(logits, k, False, select_first, weights, ids, tensor_of(kept).dtype, scoring, shares, bias, groups)
-    how = found or ScaledWeights(ids)
+    how = found or WeighedScores(ids)
     return replace(
         read, normalize=how.normalize, eps=how.eps, scale=how.scale, ordered=bool(options["sorted"])
     )  # fmt: skip
@@ -178,10 +178,10 @@ def check_scores(node: Node) -> None:
     require(tensor_of(node).dtype == torch.float32, node, f"{where(node)} is not computed in float32")
 
 
-def read_normalization(walk: GraphWalk, values: Node) -> ScaledWeights:
+def read_normalization(walk: GraphWalk, values: Node) -> WeighedScores:
     """values / (values.sum(-1, keepdim=True) + eps), in place or not; or the values as they are."""
     if not any(is_op(user, aten.sum.dim_IntList) for user in values.users):
-        return ScaledWeights(values)
+        return WeighedScores(values)
     total = walk.reader(values, aten.sum.dim_IntList)
     require(total.args[1:] == ([-1], True), total, f"{where(total)} does not sum over a token's experts")
     eps, summed = 0.0, total
@@ -194,10 +194,10 @@ def read_normalization(walk: GraphWalk, values: Node) -> ScaledWeights:
     weights = walk.reader(summed, aten.div.Tensor, aten.div_.Tensor)
     plain = weights.args == (values, summed) and not weights.kwargs
     require(plain, weights, f"{where(weights)} does not divide the weights by their sum")
-    return ScaledWeights(weights, True, eps)
+    return WeighedScores(weights, True, eps)
 
 
-def read_scale(walk: GraphWalk, found: ScaledWeights) -> ScaledWeights:
+def read_scale(walk: GraphWalk, found: WeighedScores) -> WeighedScores:
     """weights * 2.5 (DeepSeek's routed_scaling_factor)."""
     users = list(found.node.users)
     if len(users) != 1 or not is_op(users[0], aten.mul.Tensor) or not isinstance(users[0].args[1], int | float):
