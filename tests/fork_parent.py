@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -133,7 +134,9 @@ def become(connection: socket.socket) -> None:
         os.close(stream)
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    errors = open(2, "wb", buffering=0, closefd=False)  # noqa: SIM115
+    # as the interpreter has it: what a full disk did not take is not tried again at the end
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(errors, errors="backslashreplace", write_through=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     job = json.loads(message)
