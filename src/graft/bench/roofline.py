@@ -38,8 +38,14 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     else:
         read, read_how = cpu_read()
         side = CPU_SIDE.get(dtype, SLOW_SIDE)
+    rate = matrix_rate(device, dtype, side)
+    if device.type != "cuda" and dtype.itemsize == 2:
+        # a CPU without 16-bit instructions widens: torch's GEMM may then be a hundred times slower than in float32
+        plain = CPU_SIDE.get(torch.float32, SLOW_SIDE)
+        if (wide := matrix_rate(device, torch.float32, plain)) > rate:
+            rate, side, dtype = wide, plain, torch.float32
     name = str(dtype).removeprefix("torch.")
-    return Roofline(read / 1e9, matrix_rate(device, dtype, side) / 1e12, read_how, f"{side}³ in {name}")
+    return Roofline(read / 1e9, rate / 1e12, read_how, f"{side}³ in {name}")
 
 
 def gpu_read(device: torch.device) -> tuple[float, str]:
