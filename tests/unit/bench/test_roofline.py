@@ -50,7 +50,7 @@ def test_rates_are_bytes_and_operations_over_seconds(slow_clock, monkeypatch):
 
 @pytest.mark.parametrize(("rates", "how"), [((1, 4), "1024³ in float32"), ((4, 1), "256³ in bfloat16")])
 def test_the_roofline_of_a_cpu_has_numbers_and_says_how(rates, how, monkeypatch):
-    """The GEMM in 16 bits, or in float32 where that is faster: a CPU without such instructions has no bound of them."""
+    """The GEMM in 16 bits, or in float32 where that is faster, as on a CPU without such instructions."""
     monkeypatch.setattr(roofline, "CPU_BYTES", 1 << 22)
     narrow, wide = rates
     monkeypatch.setattr(
