@@ -42,7 +42,7 @@ def forward_frames() -> Iterator[None]:
 
 def kept_frames(frame: FrameType | None) -> traceback.StackSummary:
     """Those that torch's filter keeps, the outermost first."""
-    found, anchors = [], proxy._STACK_TRACE_ANCHORS
+    found, anchors = [], getattr(proxy, "_STACK_TRACE_ANCHORS", ())  # torch 2.11 has none
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
