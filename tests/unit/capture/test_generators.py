@@ -21,6 +21,9 @@ from graft.base.errors import CaptureError, CaptureRefused
 from graft.ir.program.host_samples import host_samples_refused
 
 GENERATOR = torch.Generator()
+OLD = torch.__version__ < "2.12"  # whose export takes no generator as an argument: such calls are refused as a whole
+UNKNOWN = r"could not capture \w+: NotImplementedError: argument of type: .*Generator"
+takes_generators = pytest.mark.skipif(OLD, reason="this torch exports no call with a generator: it is refused")
 
 
 def seeds(x):
@@ -114,8 +117,8 @@ class Samples(nn.Module):
         (seeds_with_a_helper_of_torch, r"\w+, _utils.py:\d+"),
         (forks, r"get_state, test_generators.py:\d+"),
         (reads_the_seed, r"initial_seed, test_generators.py:\d+"),
-        (makes_one, "samples from a torch.Generator that it makes itself"),
-        (seeds_its_own, "seeds a random number generator"),
+        (makes_one, UNKNOWN if OLD else "samples from a torch.Generator that it makes itself"),
+        (seeds_its_own, UNKNOWN if OLD else "seeds a random number generator"),
         (python, r"samples from Python's random \(test_generators.py:\d+\)"),
         (numpy, r"samples from numpy.random \(test_generators.py:\d+\)"),
         (imported, r"samples from Python's random \(test_generators.py:\d+\)"),
@@ -151,8 +154,9 @@ def test_the_generator_object_of_torch_is_not_seeded_either(seed, sampled):
     with pytest.raises(CaptureError, match="seeds a random number generator"):
         graft.compile(program, (torch.zeros(3),))
     assert torch.equal(torch.get_rng_state(), state) and torch.initial_seed() == seed
-    graft.compile(lambda x: x + torch.rand(3, generator=torch.default_generator), (torch.zeros(3),))
-    assert torch.equal(torch.get_rng_state(), state) and torch.initial_seed() == seed
+    if not OLD:
+        graft.compile(lambda x: x + torch.rand(3, generator=torch.default_generator), (torch.zeros(3),))
+        assert torch.equal(torch.get_rng_state(), state) and torch.initial_seed() == seed
 
 
 def test_generators_that_the_program_only_holds_are_no_matter():
@@ -175,6 +179,7 @@ class Held(nn.Module):
         return x + own * torch.randn(3, generator=generator) + torch.rand_like(x)
 
 
+@takes_generators
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**31), calls=st.integers(1, 3))
 def test_a_generator_that_is_held_or_passed_is_sampled_from_as_in_eager(seed, calls):
@@ -192,6 +197,7 @@ def test_a_generator_that_is_held_or_passed_is_sampled_from_as_in_eager(seed, ca
     assert not torch.equal(*map(torch.stack, (run(compiled), [module(x, passed) for _ in range(calls)])))
 
 
+@takes_generators
 def test_a_capture_that_would_not_advance_it_is_refused():
     with pytest.raises(CaptureRefused, match="samples from a generator of its own"):
         graft.compile(Held(torch.Generator()), (torch.zeros(3),), backend="cuda_graph")
