@@ -91,10 +91,8 @@ def drop_detach(graph: Graph) -> None:
 
 def unlike_eager_by_name(graph: Graph) -> list[str]:
     """What Inductor does otherwise than eager with a graph of torch-level calls, told by their names."""
-    notes, calls = (
-        [],
-        [(node, call_name(node)) for node in graph.nodes if node.op in ("call_function", "call_method")],
-    )
+    notes: list[str] = []
+    calls = [(node, call_name(node)) for node in graph.nodes if node.op in ("call_function", "call_method")]
     if not torch._inductor.config.fallback_random and any(samples(name) for _, name in calls):
         notes.append(OTHER_NUMBERS)
     made = [f"%{node.name}" for node, name in calls if f"aten::{name}" in EMPTY]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -165,18 +165,18 @@ def abstract_call(node: Node) -> Any:
     mode = fake_mode(node)
     call = RULES.get(node.target, node.target)
     sizes = mode.shape_env if mode is not None else None
-    open_before = set(sizes.replacements) if sizes is not None else set()
+    fixed = len(sizes.replacements) if sizes is not None else 0
     with mode or nullcontext(), torch.no_grad():
         result = call(*args, **kwargs)
-    if sizes is not None and len(sizes.replacements) > len(open_before):
-        refuse_fixed(node, {s: n for s, n in sizes.replacements.items() if s not in open_before and n.is_number})
+    if sizes is not None and len(sizes.replacements) > fixed:
+        refuse_fixed(node, list(sizes.replacements.items())[fixed:])
     return result
 
 
-def refuse_fixed(node: Node, fixed: Mapping[Any, Any]) -> None:
+def refuse_fixed(node: Node, replaced: Sequence[tuple[Any, Any]]) -> None:
     """A call whose shape rule asks for a number turns a size that is open into that of the example, in every node."""
-    if fixed:
-        sizes = ", ".join(f"{symbol} = {number}" for symbol, number in fixed.items())
+    sizes = ", ".join(f"{symbol} = {found}" for symbol, found in replaced if found.is_number)
+    if sizes:
         raise VerificationError(
             f"{where(node)} ({node.target}) fixes sizes that are open in the graph ({sizes}): torch's rule"
             " for its shape asks for their numbers; write it with other ops, as torch.cat with zeros for a padding"

@@ -26,8 +26,8 @@ def moe_route(
     else:
         scores = torch.sigmoid(logits) if scoring == "sigmoid" else torch.softmax(logits, dim=-1)
         choice = scores if bias is None else scores + bias
-        ids = torch.topk(of_best_groups(choice, groups, top_groups, group_best), top_k, dim=-1).indices
-        weights = scores.gather(-1, ids)
+        weights, ids = torch.topk(of_best_groups(choice, groups, top_groups, group_best), top_k, dim=-1)
+        weights = weights if bias is None else scores.gather(-1, ids)
     if normalize:
         total = weights.sum(dim=-1, keepdim=True)
         weights = weights / (total + eps if eps else total)

@@ -15,16 +15,17 @@ def first_of(values, best, indices, BEYOND: tl.constexpr, last):
 
 
 @triton.jit
-def outside_of_best(
+def keep_best_groups(
     choice, experts, e, size, E: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
-    """`choice` with -inf for experts outside of the groups with the largest sum of their one or two largest."""
+    """`choice` with -inf for experts outside of the groups with the largest sum of their one or two largest. What is
+    beyond the experts is -inf already."""
     group = experts // size
     groups = tl.arange(0, GROUPS_PAD)
     sums = tl.full([GROUPS_PAD], -float("inf"), tl.float32)
     for index in tl.static_range(GROUPS):
-        own = tl.where((group == index) & (experts < e), choice, -float("inf"))
+        own = tl.where(group == index, choice, -float("inf"))
         best = tl.max(own, axis=0)
         total = best
         if GROUP_BEST == 2:
@@ -61,7 +62,7 @@ def moe_route_kernel(
         choice += tl.load(bias + experts, mask=experts < e, other=0.0).to(tl.float32)
     choice = tl.where(experts < e, choice, -float("inf"))
     if TOP_GROUPS < GROUPS:
-        choice = outside_of_best(choice, experts, e, e // GROUPS, E, GROUPS, GROUPS_PAD, TOP_GROUPS, GROUP_BEST)
+        choice = keep_best_groups(choice, experts, e, e // GROUPS, E, GROUPS, GROUPS_PAD, TOP_GROUPS, GROUP_BEST)
     chosen = tl.full([K_PAD], -float("inf"), tl.float32)
     expert_ids = tl.zeros([K_PAD], tl.int32)
     for position in tl.static_range(K):

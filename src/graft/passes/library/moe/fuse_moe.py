@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from graft.ir.edit import Editor
 from graft.ir.effects import storage_root, writers
-from graft.ir.nodes import calls, is_op, is_weight, tensor_of, where
+from graft.ir.nodes import args_of, calls, is_op, is_weight, tensor_of, where
 from graft.ir.patterns.match import Match, NearMiss, Refused, refuse_readers
 from graft.passes.base import Context
 from graft.passes.library.moe.experts import Experts, read_experts
@@ -152,13 +152,14 @@ def check_weights(gm: GraphModule, walk: GraphWalk, routing: Routing, experts: E
 
 
 def route_args(routing: Routing) -> tuple[Any, ...]:
-    plain = (routing.logits, routing.top_k, routing.normalize, routing.dtype)
     groups = routing.groups
-    options = (
-        routing.select_first, routing.scoring, routing.bias, groups.count, groups.top, groups.best, routing.eps,
-        routing.scale,
-    )  # fmt: skip
-    return without_defaults(plain, options, (False, "softmax", None, 1, 1, 1, 0.0, 1.0))
+    options = {
+        "logits": routing.logits, "top_k": routing.top_k, "normalize": routing.normalize, "dtype": routing.dtype,
+        "select_first": routing.select_first, "scoring": routing.scoring, "bias": routing.bias,
+        "groups": groups.count, "top_groups": groups.top, "group_best": groups.best, "eps": routing.eps,
+        "scale": routing.scale,
+    }  # fmt: skip
+    return tuple(args_of(ops.moe_route.default, options, defaults=False))
 
 
 def hidden_size(experts: Experts) -> int:
@@ -195,17 +196,10 @@ def experts_args(editor: Editor, routing: Routing, experts: Experts, weights: No
         id(stack): as_tensor(editor, stack, shape, names.get(id(stack), f"bias_{len(shape)}_{shape[1]}"), result)
         for stack, shape in sizes
     }
-    options = (
-        read.activation, *(tensors.get(id(bias)) for bias in (read.gate_up_bias, read.down_bias)),
-        read.interleaved, experts.weigh_input,
-    )  # fmt: skip
-    inputs = (experts.x, weights, ids, tensors[id(read.gate_up)], tensors[id(read.down)])
-    return without_defaults(inputs, options, ("silu", None, None, False, False))
-
-
-def without_defaults(args: tuple[Any, ...], options: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments and as many options as are needed to say the last one that differs."""
-    count = max(
-        (i + 1 for i, pair in enumerate(zip(options, defaults, strict=True)) if pair[0] != pair[1]), default=0
-    )
-    return (*args, *options[:count])
+    biases = [tensors.get(id(bias)) for bias in (read.gate_up_bias, read.down_bias)]
+    options = {
+        "x": experts.x, "weights": weights, "ids": ids, "gate_up": tensors[id(read.gate_up)],
+        "down": tensors[id(read.down)], "activation": read.activation, "gate_up_bias": biases[0],
+        "down_bias": biases[1], "interleaved": read.interleaved, "weigh_input": experts.weigh_input,
+    }  # fmt: skip
+    return tuple(args_of(ops.moe_experts.default, options, defaults=False))

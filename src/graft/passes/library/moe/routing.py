@@ -49,9 +49,11 @@ class Routing:
 
 @dataclass(frozen=True)
 class WeighedScores:
-    """What was made of the chosen experts' scores: over their sum and eps where `normalize`, times scale."""
+    """What was made of the chosen experts' scores: over their sum and eps where `normalize`, times scale.
 
-    node: Node
+    node: None where the model has shares alone."""
+
+    node: Node | None
     normalize: bool = False
     eps: float = 0.0
     scale: float = 1.0
@@ -67,13 +69,15 @@ def read_routing(walk: GraphWalk, topk: Node) -> Routing:
     check_topk(topk)
     choice, groups = read_groups(walk, options["self"], options["k"])
     scores, bias = read_bias(walk, choice)
-    k, shares = options["k"], None
     select_first = not is_op(scores, *SCORES)
+    shares = None
     if select_first:
         require(values is not None, topk, f"only the ids of {where(topk)} are read, weights come from elsewhere")
+        whole = groups == ONE_GROUP
+        require(whole, topk, f"{where(topk)} takes the best of some groups, and they are scored when they are chosen")
         assert values is not None
         scoring, chosen, shares = read_selected(walk, topk, values, ids)
-        logits, found = scores, WeighedScores(chosen) if chosen is not None else None
+        logits, found = scores, WeighedScores(chosen)
     else:
         scoring = "softmax" if is_op(scores, aten.softmax.int) else "sigmoid"
         check_scores(walk.take(scores))
@@ -84,14 +88,13 @@ def read_routing(walk: GraphWalk, topk: Node) -> Routing:
             walk.take(logits)
         logits = logits.args[0]  # the op computes in float32 by itself
     weights = None
-    if found is not None:
+    if found.node is not None:
         weights = read_cast(walk, found.node)
         shares = read_scattered(walk, ids, weights)
     kept = weights if weights is not None else shares
-    read = Routing(logits, k, False, select_first, weights, ids, tensor_of(kept).dtype, scoring, shares, bias, groups)
-    how = found or WeighedScores(ids)
-    return replace(
-        read, normalize=how.normalize, eps=how.eps, scale=how.scale, ordered=bool(options["sorted"])
+    return Routing(
+        logits, options["k"], found.normalize, select_first, weights, ids, tensor_of(kept).dtype, scoring, shares,
+        bias, groups, found.eps, found.scale, ordered=bool(options["sorted"]),
     )  # fmt: skip
 
 
@@ -199,7 +202,7 @@ def read_normalization(walk: GraphWalk, values: Node) -> WeighedScores:
 
 def read_scale(walk: GraphWalk, found: WeighedScores) -> WeighedScores:
     """weights * 2.5 (DeepSeek's routed_scaling_factor)."""
-    users = list(found.node.users)
+    users = list(found.node.users) if found.node is not None else []
     if len(users) != 1 or not is_op(users[0], aten.mul.Tensor) or not isinstance(users[0].args[1], int | float):
         return found
     return replace(found, node=walk.take(users[0]), scale=float(users[0].args[1]))

@@ -99,6 +99,7 @@ class Router(nn.Module):
         flat = x.view(-1, D)
         scores = nn.functional.linear(flat, inner.gate.weight).sigmoid()
         choice = scores + inner.gate.e_score_correction_bias
+        choice = choice * 2 if o.get("later") else choice  # no scores: experts are weighed when they are chosen
         grouped = (scores if o.get("by") == "scores" else choice).view(-1, 4, 3)
         sums = grouped.topk(2, dim=-1, largest=o.get("best", True))[0].sum(-1)
         index = torch.topk(sums, k=o.get("top", 2), dim=-1, largest=o.get("groups", True), sorted=False)[1]
@@ -107,6 +108,8 @@ class Router(nn.Module):
         outside = column.reshape(-1, E).bool()
         choice = choice.masked_fill(outside if o.get("inside") else ~outside, o.get("filler", -torch.inf))
         values, ids = torch.topk(choice, K, dim=-1, sorted=False)
+        if o.get("later"):
+            return inner.experts(flat, ids, values.softmax(-1))
         weights = values if o.get("values") else (scores * 2 if o.get("other") else scores).gather(1, ids)
         y = inner.experts(flat, ids, weights)
         return (y, ids) if o.get("returned") else y
@@ -122,6 +125,7 @@ REFUSED = {
     "what is left out may be chosen": ({"filler": 0.0}, "gives the experts of other groups 0.0, which may be chosen"),
     "weighed with the bias": ({"values": True}, "weigh the experts"),
     "weighed by something else": ({"other": True}, "does not take the scores"),
+    "scored when they are chosen": ({"later": True}, "they are scored when they are chosen"),
     "somebody else reads the ids": ({"returned": True}, "has a second reader %output"),
 }
 
