@@ -25,7 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from graft.base.timers import graph_seconds
 from graft.ops import OPS
 from graft.ops.cached_attention.decode.triton import split_count, split_kv
+from graft.ops.paged_cache import rows_of, scales_of
 from graft.ops.selection import problem_of
+from graft.weights.quantize import FP8
 
 H, KV, D, BLOCK = 32, 8, 128, 16
 DTYPE, DEVICE = torch.bfloat16, "cuda"
@@ -43,21 +45,30 @@ def copies(nbytes: int) -> int:
     return max(2, min(128, 2 * L2 // nbytes + 2))
 
 
-def paged(n: int, context: int, count: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`count` times k_cache, v_cache, block_tables, seq_lens: blocks scattered, every sequence `context` long."""
-    per = -(-context // BLOCK)
-    made = []
+def cache(blocks: int, dtype: torch.dtype) -> Tensor:
+    """Keys or values at random; in float8 with scales of one."""
+    made = torch.randn(blocks, rows_of(BLOCK, D, dtype), KV, D, dtype=DTYPE, device=DEVICE).to(dtype)
+    if dtype is FP8:
+        scales_of(made).fill_(1)
+    return made
+
+
+def paged(lens: Tensor, count: int, dtype: torch.dtype = DTYPE) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """`count` times k_cache, v_cache, block_tables, seq_lens: blocks scattered, sequences of these lengths."""
+    per = -(-lens // BLOCK)
+    blocks, made = int(per.sum()), []
     for _ in range(count):
-        k_cache, v_cache = (torch.randn(n * per, BLOCK, KV, D, dtype=DTYPE, device=DEVICE) for _ in range(2))
-        tables = torch.randperm(n * per, device=DEVICE).view(n, per)
-        made.append((k_cache, v_cache, tables, torch.full((n,), context, device=DEVICE)))
+        tables = torch.zeros(len(lens), int(per.max()), dtype=torch.int64)
+        for row, part in enumerate(torch.randperm(blocks).split(per.tolist())):
+            tables[row, : len(part)] = part
+        made.append((cache(blocks, dtype), cache(blocks, dtype), tables.to(DEVICE), lens.to(DEVICE)))
     return made
 
 
 def measure_decode(n: int, context: int, splits: list[int]) -> dict[str, Any]:
     nbytes = 2 * n * context * KV * D * 2
     count = copies(nbytes)
-    sets = paged(n, context, count)
+    sets = paged(torch.full((n,), context), count)
     q = torch.randn(1, H, n, D, dtype=DTYPE, device=DEVICE)
     row: dict[str, Any] = {"n": n, "context": context, "splits": split_count(n, KV, q.device), "MB": nbytes / 1e6}
     row["split_kv"] = graph_us([partial(split_kv, q, *s, SCALE) for s in sets])
@@ -75,7 +86,7 @@ def measure_decode(n: int, context: int, splits: list[int]) -> dict[str, Any]:
 
 def measure_prefill(tokens: int, old: int = 0) -> dict[str, Any]:
     """Each kernel of the op for one prompt behind `old` cached tokens; flops of the causal half alone."""
-    (k_cache, v_cache, tables, seq_lens), *_ = paged(1, tokens + old, 1)
+    (k_cache, v_cache, tables, seq_lens), *_ = paged(torch.tensor([tokens + old]), 1)
     q = torch.randn(1, H, tokens, D, dtype=DTYPE, device=DEVICE)
     token_to_seq = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
     cu_seqlens, lens_cpu = torch.tensor([0, tokens], device=DEVICE), torch.tensor([[tokens, tokens + old]])

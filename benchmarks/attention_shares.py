@@ -19,33 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import BLOCK, KV, SCALE, D, H, copies, graph_us
+from attention import KV, SCALE, D, H, copies, graph_us, paged
 from graft.ops.cached_attention.balanced import triton as balanced
 from graft.ops.cached_attention.decode.triton import split_kv
-from graft.ops.paged_cache import rows_of, scales_of
 from graft.weights.quantize import FP8
 
 LOADS = [(64, 4096), (128, 1024), (256, 1024), (448, 1100), (448, 3000), (840, 1150), (1024, 200)]
-
-
-def cache(blocks: int, dtype: torch.dtype) -> Tensor:
-    """Keys or values at random; in float8 with scales of one."""
-    rows = rows_of(BLOCK, D, dtype)
-    made = torch.randn(blocks, rows, KV, D, dtype=torch.bfloat16, device="cuda").to(dtype)
-    if dtype is FP8:
-        scales_of(made).fill_(1)
-    return made
-
-
-def made_set(lens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k_cache, v_cache, block_tables, seq_lens: blocks scattered."""
-    per = -(-lens // BLOCK)
-    blocks, width = int(per.sum()), int(per.max())
-    order = torch.randperm(blocks)
-    tables = torch.zeros(len(lens), width, dtype=torch.int64)
-    for row, part in enumerate(order.split(per.tolist())):
-        tables[row, : len(part)] = part
-    return cache(blocks, dtype), cache(blocks, dtype), tables.cuda(), lens.cuda()
 
 
 @contextmanager
@@ -64,7 +43,7 @@ def built(**constants: int) -> Iterator[None]:
 def measured(n: int, mean: int, dtype: torch.dtype, registers: list[int], stages: list[int]) -> dict[str, Any]:
     lens = torch.linspace(mean / 2, 1.5 * mean, n).long()[torch.randperm(n)]
     nbytes = int(lens.sum()) * 2 * KV * D * dtype.itemsize
-    sets = [made_set(lens, dtype) for _ in range(copies(nbytes))]
+    sets = paged(lens, copies(nbytes), dtype)
     q = torch.randn(1, H, n, D, dtype=torch.bfloat16, device="cuda")
 
     def microseconds(**options: Any) -> float:
