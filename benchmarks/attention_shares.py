@@ -24,7 +24,18 @@ from graft.ops.cached_attention.balanced import triton as balanced
 from graft.ops.cached_attention.decode.triton import split_kv
 from graft.weights.quantize import FP8
 
-LOADS = [(64, 4096), (128, 1024), (256, 1024), (448, 1100), (448, 3000), (840, 1150), (1024, 200)]
+SHORT = [(32, 192), (64, 192), (128, 192), (256, 300), (512, 200), (1024, 200)]
+LONG = [
+    (8, 32768),
+    (16, 2048),
+    (64, 4096),
+    (128, 1024),
+    (448, 1100),
+    (448, 3000),
+    (840, 1150),
+    (335, 5250),
+    (83, 21000),
+]
 
 
 @contextmanager
@@ -53,7 +64,7 @@ def measured(n: int, mean: int, dtype: torch.dtype, registers: list[int], stages
     row: dict[str, Any] = {"n": n, "mean": mean, "cache": str(dtype).removeprefix("torch."), "MB": nbytes / 1e6}
     one, other = (split_kv(q, *sets[0], SCALE, even=even).float() for even in (False, True))
     row["difference"] = ((one - other).abs().max() / one.abs().max()).item()
-    row["split_kv"] = microseconds()
+    row["split_kv"] = microseconds(even=False)
     row["even"] = microseconds(even=True)
     for count in registers:
         with built(REGISTERS=count):
@@ -76,7 +87,7 @@ def main() -> None:
     torch.manual_seed(0)
     rows = []
     for dtype in (FP8, torch.bfloat16):
-        for n, mean in LOADS:
+        for n, mean in [*SHORT, *LONG]:
             rows.append(measured(n, mean, dtype, args.registers, args.stages))
             print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
     if args.json is not None:

@@ -27,6 +27,7 @@ from graft.bench.runner import CellWork, Graft, Runner
 from graft.bench.traffic import cache_bytes_per_token, graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
 from graft.engine.llm import LLM
 from graft.models.loaded import LoadedModel
+from graft.weights.quantize import FP8
 
 WARM_UP = 4  # new tokens of the call that compiles; recompilation for a second step is in it
 
@@ -141,7 +142,7 @@ def work_of(run: BenchRun, cell: Cell, engine: BenchEngine, ours: bool) -> CellW
     flops = prompt_flops(module, cell.batch, cell.prompt)
     if isinstance(engine, Peer):
         return CellWork(engine.step_bytes(cell.batch, tokens), flops)
-    read = step_bytes(module, cell.batch, tokens, run.llm.engine.tensors[0] if ours else None)
+    read = step_bytes(module, cell.batch, tokens, run.llm.engine.tensors[0].dtype if ours else None)
     quantized = graph_weight_bytes(run.llm.graph_module) if ours else None
     return CellWork(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
 
@@ -159,9 +160,10 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def cache_need(model: LoadedModel, plan: BenchPlan) -> int:
+def cache_need(model: LoadedModel, plan: BenchPlan, kv_cache_dtype: str = "auto") -> int:
     """Bytes for what is measured, and no more: by default a cache takes all memory that is free on a GPU."""
-    return model.layers * cache_bytes_per_token(model.module) * plan.cache_tokens()
+    cache = FP8 if kv_cache_dtype == "fp8" else None
+    return model.layers * cache_bytes_per_token(model.module, cache) * plan.cache_tokens()
 
 
 def prompts_for(model: LoadedModel, cell: Cell) -> Iterator[list[int]]:

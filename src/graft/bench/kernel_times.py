@@ -160,7 +160,7 @@ def summary(
     device = llm.device
     on_gpu = device.type == "cuda"
     weights = graph_weight_bytes(llm.graph_module) or weight_bytes(llm.model.module, cell.batch)
-    read = weights + cell.batch * cache_bytes(llm.model.module, context, llm.engine.tensors[0])
+    read = weights + cell.batch * cache_bytes(llm.model.module, context, llm.engine.tensors[0].dtype)
     total = sum(launch.duration for launch in launches) / steps
     # own times on a CPU lie inside each other's intervals, so there they never overlap
     busy = union(launches) / steps if on_gpu else total

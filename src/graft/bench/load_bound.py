@@ -16,7 +16,6 @@ from graft.bench.load import Load
 from graft.bench.roofline import Roofline, float8_rate, measure_roofline
 from graft.bench.traffic import attention_flops, cache_bytes, graph_weight_bytes, matrix_flops, weight_bytes
 from graft.engine.llm import LLM
-from graft.weights.quantize import FP8
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,6 @@ def load_bound(llm: LLM, load: Load, rates: MachineRates) -> float:
     quantized = graph_weight_bytes(llm.graph_module)
     weights = weight_bytes(module, batch) if quantized is None else quantized
     arithmetic = matrix_flops(module, 1, 1) / rates.matrix_flops
-    read = cache_bytes(module, load.isl + load.osl / 2, cache if cache.dtype is FP8 else None) / rates.read_bytes
+    read = cache_bytes(module, load.isl + load.osl / 2, cache.dtype) / rates.read_bytes
     token = max(arithmetic, weights / batch / rates.read_bytes) + read
     return load.osl / (prompt + (load.osl - 1) * token)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from graft.ir.nodes import tensor_of
@@ -17,7 +17,7 @@ from graft.weights.quantize import FP8
 QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8)  # int16: four 4-bit weights; uint8: tiles
 
 
-def step_bytes(module: nn.Module, batch: int, tokens: float, cache: Tensor | None = None) -> float:
+def step_bytes(module: nn.Module, batch: int, tokens: float, cache: torch.dtype | None = None) -> float:
     """For `batch` sequences of `tokens` tokens each, on average. cache: of a layer, where there is one."""
     return weight_bytes(module, batch) + batch * cache_bytes(module, tokens, cache)
 
@@ -39,17 +39,17 @@ def weight_bytes(module: nn.Module, batch: int) -> float:
     return total
 
 
-def cache_bytes(module: nn.Module, tokens: float, cache: Tensor | None = None) -> float:
+def cache_bytes(module: nn.Module, tokens: float, cache: torch.dtype | None = None) -> float:
     """Keys and values of one sequence, layer by layer; a sliding window bounds what is read."""
     seen = sum(min(tokens, window) for window in windows(module))
     return seen * cache_bytes_per_token(module, cache)
 
 
-def cache_bytes_per_token(module: nn.Module, cache: Tensor | None = None) -> int:
+def cache_bytes_per_token(module: nn.Module, cache: torch.dtype | None = None) -> int:
     """Keys and values of one token in one layer, in the model's dtype, or in float8 with scales."""
     config: Any = module.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if cache is not None and cache.dtype is FP8:
+    if cache is FP8:
         return 2 * heads * (head_size(config) + SCALE.itemsize)
     return 2 * heads * head_size(config) * next(module.parameters()).element_size()
 

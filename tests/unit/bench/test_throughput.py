@@ -117,6 +117,24 @@ def test_the_command_prints_a_row_a_load(tmp_path):
     assert document["setup"]["model"] == "tiny-llama" and document["rows"][0]["output_tokens_per_s"] > 0
 
 
+def test_an_interrupted_run_shows_the_loads_that_are_through(monkeypatch):
+    from graft.bench import throughput
+
+    measure = throughput.measure_load
+
+    def interrupt(llm, load, progress):
+        if load.isl == 6:
+            raise KeyboardInterrupt
+        return measure(llm, load, progress)
+
+    monkeypatch.setattr(throughput, "measure_load", interrupt)
+    asked = ["bench", "tiny-llama", "--throughput", "4/2:2,6/3:2,5/2:2", "--backend", "eager"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 1 and "4/2" in done.stdout and "interrupted; 1 of 3 loads were measured" in done.stderr
+    document = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert document["interrupted"] and [row["load"]["isl"] for row in document["rows"]] == [4]
+
+
 def test_the_bound_of_a_load_is_its_arithmetic_and_its_bytes():
     """By hand, and slow memory, which weights are read from once for all requests of a step."""
     llm = engine("llama", True, max_num_seqs=4)

@@ -78,7 +78,7 @@ def test_recording_shows_its_progress():
 
 
 def test_few_rows_of_short_contexts_have_recordings_of_their_own():
-    assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(16, 8192, 16) == (8192,)
+    assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(129, 8192, 16) == (8192,)
     assert table_widths(1, 100, 16) == (100,)
     captures = engine("llama", True, max_num_seqs=2).engine.loop.captures
     widest = captures.buffers.block_tables.shape[1]

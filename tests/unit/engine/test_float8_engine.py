@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 import graft
 from conftest import resized, tiny
 from graft.base.errors import CacheNotNative, DecodeMismatch, NoFloat8, UsageError
+from graft.bench.bench import cache_need
+from graft.bench.plan import BenchPlan
 from graft.bench.traffic import cache_bytes_per_token
 from graft.cli.app import app
 from graft.engine.cache_error import cache_error
@@ -143,7 +145,9 @@ def test_the_tolerance_of_the_self_check_knows_of_float8():
 def test_bench_counts_the_bytes_of_the_cache(llm):
     module = llm.model.module
     assert cache_bytes_per_token(module) == 2 * 2 * 8 * 4
-    assert cache_bytes_per_token(module, llm.engine.tensors[0]) == 2 * 2 * (8 + 4)
+    assert cache_bytes_per_token(module, llm.engine.tensors[0].dtype) == 2 * 2 * (8 + 4)
+    plan = BenchPlan((2,), (40,), 8, 1)
+    assert cache_need(llm.model, plan, "fp8") * 8 * 4 == cache_need(llm.model, plan) * (8 + 4)
 
 
 @pytest.mark.parametrize("asked", ["fp4", "float8", 8, None])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from graft.ops import OPS, choose, launch
 from graft.ops.cached_attention import op as choice
-from graft.ops.cached_attention.balanced.triton import balanced, sizes_for
+from graft.ops.cached_attention import triton as dispatch
+from graft.ops.cached_attention.balanced.triton import FEW_ROWS, MOST_ROWS, REGISTERS, balanced, sizes_for
 from graft.ops.cached_attention.decode import triton as decode
 from graft.ops.cached_attention.existing import cached_attention_sdpa
 from graft.ops.cached_attention.reference import cached_attention
@@ -280,9 +281,33 @@ def test_the_owner_of_a_tile_has_it_in_its_share(tiles, programs, seed):
     assert owner * tiles // programs <= tile < (owner + 1) * tiles // programs
 
 
+def test_many_sequences_with_room_for_long_contexts_are_shared_out_evenly():
+    rule = decode.is_even
+    assert rule(8, 8, 2049) and rule(MOST_ROWS, 8, 1 << 17)
+    assert not rule(7, 8, 1 << 17) and not rule(8, 8, 2048) and not rule(MOST_ROWS + 1, 8, 1 << 17)
+
+
+@pytest.mark.parametrize("room", [2048, 8192])
+def test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_request(room):
+    """What the number of sequences decides: the constants that a kernel is compiled with."""
+    cache, tables = torch.empty(1, 16, 8, 16), torch.empty(1, room // 16)
+
+    def kernel(n):
+        lens = torch.full((n, 2), 64)
+        if not dispatch.many_decode(n, cache, tables, lens):
+            return "prefill"
+        if decode.is_even(n, 8, room):
+            return FEW_ROWS if n <= FEW_ROWS else MOST_ROWS
+        return str(decode.tiles_for(n * 8, 32, 1)), decode.split_count(n, 8, cache.device)
+
+    with mock.patch.object(decode, "processors", lambda _: 132):
+        ahead = {kernel(n) for n in dispatch.decoding_counts(8, room)}
+        assert {kernel(n) for n in range(1, MOST_ROWS + 1)} == ahead and len(ahead) == 3
+
+
 def test_programs_of_an_sm_fit_its_registers_and_shared_memory():
     for row in (32, 128, 256, 512, 1024):
         for twice in (1, 2):
             tile, warps, count = sizes_for(row, twice)
-            assert count * warps * 32 * 184 <= 65536 and count * 2 * 2 * tile * row // twice <= 227 * 1024
+            assert count * warps * 32 * REGISTERS <= 65536 and count * 2 * 2 * tile * row // twice <= 227 * 1024
             assert tile == 16 * twice and count >= 1

@@ -164,7 +164,7 @@ def bench_engine(
         llm = load_llm(
             model, clock, **given, keep_weights=module_runs, use_cache=False,
             max_num_seqs=max(max_num_seqs, *plan.batches),
-            options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
+            options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory, given["kv_cache_dtype"]),
         )  # fmt: skip
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}
         if kernels:
@@ -275,10 +275,10 @@ def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress:
         show_kernels(table, llm.model.name)
 
 
-def cache_options(loaded: LoadedModel, plan: BenchPlan, asked: str | None) -> dict[str, Any]:
+def cache_options(loaded: LoadedModel, plan: BenchPlan, asked: str | None, dtype: str) -> dict[str, Any]:
     from graft.bench.bench import cache_need
 
-    return {"kv_cache_memory": asked or cache_need(loaded, plan)}
+    return {"kv_cache_memory": asked or cache_need(loaded, plan, dtype)}
 
 
 def finish(result: Bench) -> None:

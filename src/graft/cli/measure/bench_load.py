@@ -71,6 +71,7 @@ def under_load(
     from graft.bench.published import PRESETS
     from graft.cli.measure.bench_show import phase_lines
     from graft.cli.measure.load_show import show_loads
+    from graft.cli.show import err
 
     if plot:
         check_plot(Path(plot))
@@ -78,11 +79,17 @@ def under_load(
         one.with_requests(CPU_REQUESTS).check_context(known_context(model))
     with phase_lines(True) as progress:
         llm = load_llm(model, progress, **options)
-        rows = [measure_asked(llm, one, progress) for one in asked]
-        rates = None
+        rates, cut = None, False
         if llm.device.type == "cuda":  # a CPU multiplies quantized weights by other instructions than a large GEMM
             progress("what the machine can do", 0, 1)
             rates = machine_rates(llm)
+        rows: list[LoadRow] = []
+        try:
+            for one in asked:
+                rows.append(measure_asked(llm, one, progress))
+        except KeyboardInterrupt:
+            cut = True
+        if rates is not None:
             rows = [replace(row, bound_tokens_per_s=load_bound(llm, row.load, rates)) for row in rows]
     published = PRESETS[preset] if preset else None
     setup = {
@@ -96,12 +103,15 @@ def under_load(
         "rates": None if rates is None else asdict(rates),
         "published": None if published is None else asdict(published),
     }
-    if plot:
+    if plot and rows:
         write_load_plot(setup, rows, published, Path(plot))
     if as_json:
-        print_json("bench-load", {"setup": setup, "rows": [asdict(row) for row in rows]})
-    else:
+        print_json("bench-load", {"setup": setup, "interrupted": cut, "rows": [asdict(row) for row in rows]})
+    elif rows:
         show_loads(setup, rows, published)
+    if cut:
+        err.print(f"graft: interrupted; {len(rows)} of {len(asked)} loads were measured")
+        raise typer.Exit(1)
 
 
 def measure_asked(llm: LLM, asked: AskedLoad, progress: Progress) -> LoadRow:

@@ -69,7 +69,7 @@ def first_runs(packed: PackedSteps, tokens: int, caches: Sequence[Tensor]) -> di
     """The largest step with prompts, beside as many sequences that decode as each of attention's kernels takes."""
     from graft.ops.cached_attention.triton import decoding_counts
 
-    counts = sorted({count for cache in caches for count in decoding_counts(cache.shape[2])})
+    counts = sorted({count for cache in caches for count in decoding_counts(cache.shape[2], packed.span)})
     return {f"{PROMPTS} beside {count} that decode": packed.largest(tokens, count) for count in counts}
 
 

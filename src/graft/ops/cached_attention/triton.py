@@ -2,8 +2,9 @@
 
 Beside prompts, a few sequences that decode go through the prefill kernel too: one launch, and one kernel whatever
 their number, where split_kv has a variant for each number of parts, compiled for a second or two when first met. Many
-have a single part, and with it one variant: split_kv then takes them, since a row of one token fills the prefill
-kernel's tile of 128 / GROUP tokens (8B, 950 rows of 192 tokens beside prompts: 27 against 5 ms a step, RESULTS.md).
+have a single part or even shares, and with them one variant or two: split_kv then takes them, since a row of one
+token fills the prefill kernel's tile of 128 / GROUP tokens (8B, 950 rows of 192 tokens beside prompts: 27 against
+5 ms a step, RESULTS.md).
 """
 
 from __future__ import annotations
@@ -11,10 +12,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graft.ops.cached_attention.decode.triton import MANY_PROGRAMS, MOST_PROGRAMS, split_count, split_kv
+from graft.ops.cached_attention.balanced.triton import FEW_ROWS
+from graft.ops.cached_attention.decode.triton import (
+    EVEN_CONTEXT,
+    EVEN_PROGRAMS,
+    MANY_PROGRAMS,
+    MOST_PROGRAMS,
+    is_even,
+    split_count,
+    split_kv,
+)
 from graft.ops.cached_attention.gather.triton import gather, rows_for
 from graft.ops.cached_attention.prefill.triton import prefill
 from graft.ops.launch import capturing
+from graft.ops.paged_cache import block_of
 
 LONG_CONTEXT = 8192  # tokens: one program reads them in about 150 us, which a step with prompts in it hides
 
@@ -31,7 +42,7 @@ def cached_attention_triton(
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     # what a capture took from the CPU would stay as it was, so there the prefill kernel takes all
     n = 0 if capturing(q) else decoding(lens_cpu.tolist())
-    if not many_decode(n, k_cache, lens_cpu):
+    if not many_decode(n, k_cache, block_tables, lens_cpu):
         n = 0
     if n:
         split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
@@ -51,7 +62,7 @@ def cached_attention_flash(
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     options, n = (scale, window, softcap, sinks), decoding(lens_cpu.tolist())
-    if n and many_decode(n, k_cache, lens_cpu):
+    if n and many_decode(n, k_cache, block_tables, lens_cpu):
         split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
     elif n:
         prefill(q[:, :, :n], k_cache, v_cache, block_tables[:n], cu_seqlens[: n + 1], seq_lens[:n], *options, out)
@@ -61,13 +72,18 @@ def cached_attention_flash(
     return out
 
 
-def many_decode(n: int, cache: Tensor, lens_cpu: Tensor) -> bool:
+def many_decode(n: int, cache: Tensor, block_tables: Tensor, lens_cpu: Tensor) -> bool:
     """Whether the first n sequences, which decode beside prompts, go through split_kv."""
-    return n > 0 and (one_part(n, cache) or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT)
+    room = block_tables.shape[1] * block_of(cache)
+    few_variants = is_even(n, cache.shape[2], room) or one_part(n, cache)
+    return n > 0 and (few_variants or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT)
 
 
-def decoding_counts(kv: int) -> tuple[int, ...]:
-    """Numbers of sequences that decode beside prompts, one for each kernel that may take them."""
+def decoding_counts(kv: int, room: int) -> tuple[int, ...]:
+    """Numbers of sequences that decode beside prompts, one for each kernel that may take them. room: tokens
+    that the tables have room for."""
+    if room > EVEN_CONTEXT:
+        return 1, -(-EVEN_PROGRAMS // kv), FEW_ROWS + 1
     return 1, MANY_PROGRAMS // kv + 1, -(-MOST_PROGRAMS // kv)
 
 

@@ -36,11 +36,12 @@ from graft.ops.paged_cache import block_of
 from graft.weights.quantize import FP8
 
 STAGES = 3
-REGISTERS = 184  # of a thread, so that eleven warps run on an SM; the loop over tiles needs 168 (fp8, heads of 128)
-SM_REGISTERS, SM_SHARED = 65536, 227 * 1024
+WARPS = 8  # of an SM, two for each of its schedulers: with 7 or 11 the schedulers that have more end last
+REGISTERS = 248  # of a thread; eight warps leave 256
+SM_SHARED = 227 * 1024
 SCRATCH = 4096  # bytes of a program beside its tiles
 TILE = 16  # keys, twice as many in float8
-MOST_ROWS = 1024  # sequences: every program adds up the tiles of all
+FEW_ROWS, MOST_ROWS = 128, 1024  # sequences: every program adds up the tiles of all; a kernel for each number
 
 
 @triton.jit
@@ -235,7 +236,8 @@ def balanced(
         q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device),
         block_tables, seq_lens, q if sinks is None else sinks, k, v, cos, sin,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
-        scale, window or 0, softcap or 1.0, n, d=d, D=wide, KV=kv, TILE=tile, ROWS_PAD=triton.next_power_of_2(n),
+        scale, window or 0, softcap or 1.0, n, d=d, D=wide, KV=kv, TILE=tile,
+        ROWS_PAD=FEW_ROWS if n <= FEW_ROWS else MOST_ROWS,
         GROUP=h // kv, GROUP_FEW=few, GROUP_PAD=max(8, few), BLOCK=block_of(k_cache),
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         ROTATES=rotation is not None, ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype,
@@ -250,5 +252,4 @@ def sizes_for(row: int, twice: int) -> tuple[int, int, int]:
     float8; twice: 2 for float8, of half the bytes."""
     warps = 1 if row <= 256 else 2
     tiles = 2 * (STAGES - 1) * TILE * row  # keys and values, in two buffers
-    room = min(SM_REGISTERS // (32 * warps * REGISTERS), SM_SHARED // (tiles + SCRATCH))
-    return twice * TILE, warps, max(1, room)
+    return twice * TILE, warps, min(WARPS // warps, SM_SHARED // (tiles + SCRATCH))

@@ -2,7 +2,7 @@
 
 A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the
 context, tile by tile with several on their way. Few sequences of up to EARLY_CONTEXT tokens have a kernel of their
-own (early).
+own (early), and so have many with longer contexts (balanced).
 
 What a kernel takes of an SM's shared memory is missing in its L1 cache, for the GEMMs behind it as well: they
 start while it runs, and the SM keeps its division. At one token a step these read their input again for every row of
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.cached_attention.balanced.triton import balanced
+from graft.ops.cached_attention.balanced.triton import MOST_ROWS, balanced
 from graft.ops.cached_attention.early.triton import early_kernel
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
@@ -50,6 +50,10 @@ MANY_PROGRAMS = 256  # sequences times key-value heads: with more, small tiles a
 # With so many a warp each: eleven programs share the registers of an SM and not five (8B, 950 sequences of 192 tokens
 # in float8: 196 -> 159 us, 900 of 1,500: 786 -> 736; bfloat16: 247 -> 220, 1,281 -> 1,268). 64 of 4,096 lose by it.
 MOST_PROGRAMS = 1024
+# From here on all contexts are shared out evenly (8B, µs a layer, float8 and bfloat16: 83 of 21,000 1,092 -> 882 and
+# 1,777 -> 1,583, 448 of 3,000 763 -> 701 and 1,278 -> 1,250, 16 of 8,192 109 -> 85 and 161 -> 140). Short ones lose
+# 2 to 4 by it: 64 of 192 17 -> 19 and 20 -> 22.
+EVEN_PROGRAMS, EVEN_CONTEXT = 64, 2048
 EARLY_PROGRAMS = 64  # sequences times key-value heads: with more the device is full anyway
 EARLY_CONTEXT = 2048  # tokens that the block tables have room for
 EARLY_TILE = 256
@@ -119,21 +123,23 @@ def split_kv_kernel(
 def split_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    out: Tensor | None = None, splits: int | None = None, early: bool | None = None, even: bool = False,
+    out: Tensor | None = None, splits: int | None = None, early: bool | None = None,
+    even: bool | None = None,
     rotation: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early: else from the shapes.
+    """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early, even: else from the shapes.
 
     rotation: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d]: queries and keys are rotated and the cache
-    is written on the way; else that has been done. even: all contexts shared out evenly (balanced), which nobody has
-    measured on a GPU yet.
+    is written on the way; else that has been done. even: all contexts shared out evenly (balanced).
     """
-    if even:
-        options = (window, softcap, sinks, out, rotation)
-        return balanced(q, k_cache, v_cache, block_tables, seq_lens, scale, *options)
     _, h, n, d = q.shape
     kv, block = k_cache.shape[2], block_of(k_cache)
     room = block_tables.shape[1] * block
+    if even is None:
+        even = splits is None and early is None and is_even(n, kv, room)
+    if even:
+        options = (window, softcap, sinks, out, rotation)
+        return balanced(q, k_cache, v_cache, block_tables, seq_lens, scale, *options)
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
     wide = max(16, triton.next_power_of_2(d))
@@ -172,6 +178,11 @@ def tiles_for(programs: int, row: int, twice: int) -> tuple[int, dict[str, Any]]
     tile = max(16, min(twice * positions, twice * TILE_BYTES // row))
     warps = 1 if most and row <= 256 else 2 if many else 4
     return tile, {"LEAST": LEAST_TILES // twice, "num_warps": warps, "num_stages": 2 if few else 3}
+
+
+def is_even(n: int, kv: int, room: int) -> bool:
+    """Whether so many sequences with tables for `room` tokens are shared out evenly."""
+    return n * kv >= EVEN_PROGRAMS and room > EVEN_CONTEXT and n <= MOST_ROWS
 
 
 def is_early(n: int, kv: int, room: int) -> bool:
