@@ -238,7 +238,7 @@ def replaced_buffer(device):
 
 
 @torch.no_grad()
-def bounded_recordings(device):
+def bounded_captures(device):
     module, compiled = compiled_attend(device)
     ours, theirs = [caches(device) for _ in range(10)], [caches(device) for _ in range(10)]
     for index in [*range(10), 0, 9]:
@@ -310,7 +310,7 @@ CASES = [
     outputs_outlive_the_next_replay,
     reused_outputs_are_overwritten,
     replaced_buffer,
-    bounded_recordings,
+    bounded_captures,
     caches_are_not_kept_alive,
     random_numbers,
     containers_and_layouts,

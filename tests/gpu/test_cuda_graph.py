@@ -127,7 +127,7 @@ def test_triton_kernels_are_captured(dtype):
 
 
 @torch.no_grad()
-def test_recording_needs_no_wait_of_the_caller():
+def test_capturing_needs_no_wait_of_the_caller():
     """Inputs that are still being computed when the first call records."""
     module, compiled = compiled_attend("cuda")
     ours, theirs = caches("cuda"), caches("cuda")
@@ -141,7 +141,7 @@ def test_recording_needs_no_wait_of_the_caller():
 
 
 @torch.no_grad()
-def test_numbers_in_host_memory_are_constants_of_a_recording():
+def test_numbers_in_host_memory_are_constants_of_a_capture():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

@@ -107,7 +107,7 @@ def test_memory_does_not_grow():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma-3", "qwen3-moe"])
-def test_bfloat16_logits_of_a_recording_equal_the_eager_ones(family):
+def test_bfloat16_logits_of_a_capture_equal_the_eager_ones(family):
     """The same kernels on the same rows: the logits of a replay are those of the calls, bit for bit."""
     llm = graft.LLM(model(family, "bfloat16"), max_num_seqs=4, cudagraph_capture_sizes=[4])
     requests = [llm.engine.add(p, greedy(30)) for p in prompts((5, 9, 17, 30))]
@@ -133,7 +133,7 @@ def test_bfloat16_logits_of_a_recording_equal_the_eager_ones(family):
     llm.engine.abort(requests)
 
 
-def test_the_report_tells_of_graphs_misses_and_late_recordings():
+def test_the_report_tells_of_graphs_misses_and_late_captures():
     told = []
     llm = graft.LLM(
         model("llama"), max_num_seqs=8, cudagraph_capture_sizes=[1, 2], progress=lambda *what: told.append(what)

@@ -50,7 +50,7 @@ def test_triton_kernels_of_inductor_are_read():
     torch.testing.assert_close(made.result, (X.sin() * X.cos()).cuda())
 
 
-def test_another_recording_is_told():
+def test_another_capture_is_told():
     compiled = graft.compile(
         Gated(), (X.cuda(),), backend="cuda_graph", dynamic_shapes=({1: torch.export.Dim.DYNAMIC},)
     )

@@ -114,10 +114,10 @@ def graph_weight_bytes(gm: GraphModule) -> float | None:
     if not any(t.dtype in QUANTIZED and t.ndim > 1 for t in tensors.values()):
         return None
     distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
-    packed = [node for node in gm.graph.nodes if node.op == "get_attr" and is_given_up(tensors.get(node.target))]
+    packed = [node for node in gm.graph.nodes if node.op == "get_attr" and is_freed(tensors.get(node.target))]
     return float(sum(t.nbytes for t in distinct.values()) + sum(tensor_of(node).nbytes for node in packed))
 
 
-def is_given_up(tensor: torch.Tensor | None) -> bool:
+def is_freed(tensor: torch.Tensor | None) -> bool:
     """A native region has it, packed; the graph still knows its shape."""
     return tensor is not None and tensor.numel() == 0

@@ -106,7 +106,7 @@ def test_a_failing_check_raises_before_anything_is_written(name, backend):
     assert torch.equal(compiled(X, *good), eager(X, *good))
 
 
-def test_a_number_read_back_is_refused_for_recording_and_an_asynchronous_check_is_not():
+def test_a_number_read_back_is_refused_for_a_capture_and_an_asynchronous_check_is_not():
     with pytest.raises(CaptureRefused, match="item"):
         graft.compile(Checked(below_ten), (X, number(3)), backend="cuda_graph")
     module = Checked(positive)

@@ -43,7 +43,7 @@ def test_reuse_outputs_is_for_cuda_graphs_alone():
 
 
 @torch.no_grad()
-def test_a_failed_recording_leaves_the_state_as_it_was():
+def test_a_failed_capture_leaves_the_state_as_it_was():
     class Fails(nn.Module):
         def __init__(self):
             super().__init__()
@@ -143,7 +143,7 @@ def test_filling_where_a_mask_is_set_asks_for_nothing():
 
 
 @torch.no_grad()
-def test_inference_mode_and_no_grad_share_recordings():
+def test_inference_mode_and_no_grad_share_captures():
     _, compiled = compiled_attend("cpu")
     k, v = caches("cpu")
     with torch.inference_mode():
@@ -152,7 +152,7 @@ def test_inference_mode_and_no_grad_share_recordings():
     assert compiled.replays.count == 1
 
 
-def test_recordings_are_not_copied():
+def test_captures_are_not_copied():
     _, compiled = compiled_attend("cpu")
     with pytest.raises(UsageError, match="compile the module again"):
         copy.deepcopy(compiled.replays)

@@ -194,8 +194,8 @@ def test_the_report_tells_the_check_and_nothing_else_is_left(llm):
         EngineOptions(self_check=1)
 
 
-def test_recordings_are_checked_as_requests_run_them(llm):
-    """With a decode loop: greedy recordings, none made for the check, and nothing on its way afterwards."""
+def test_captures_are_checked_as_requests_run_them(llm):
+    """With a decode loop: greedy captures, none made for the check, and nothing on its way afterwards."""
     shapes = [(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
     from graft.engine.kv.tensors import LayerShape
 

@@ -63,7 +63,7 @@ PARAMS = st.builds(
     st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 2**32), st.sampled_from([5, 300]), st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_a_recording_draws_the_tokens_of_the_host(params, seed, vocab, tied, dtype):
+def test_a_capture_draws_the_tokens_of_the_host(params, seed, vocab, tied, dtype):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params), vocab, generator=g) * 3
     logits = (logits.round() if tied else logits).to(dtype)

@@ -72,7 +72,7 @@ class Device:
         def launched(step):
             play = step.capture.replay
             late = replace(step.capture, replay=lambda: self.queue.append(play))
-            launch(replace_recording(step, late))
+            launch(replace_capture(step, late))
             self.queue.append(step.arrival)  # where it is done
             self.most = max(self.most, sum(isinstance(item, StepBuffers) for item in self.queue))
             return step
@@ -103,7 +103,7 @@ def on_time(arg):
     return replace(arg, tokens=arg.tokens.tensor) if isinstance(arg, Feed) and isinstance(arg.tokens, Late) else arg
 
 
-def replace_recording(step, capture):
+def replace_capture(step, capture):
     step.capture = capture
     return step
 

@@ -113,7 +113,7 @@ def test_equal_requests_share_their_blocks_while_they_decode():
     assert llm.stats.steps_ahead == 59, "never drained"
 
 
-def test_rows_that_end_become_padding_and_smaller_recordings_follow():
+def test_rows_that_end_become_padding_and_smaller_captures_follow():
     given = prompts((5, 9, 17, 3, 8))
     params = [greedy(n) for n in (6, 30, 12, 18, 30)]
     expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
@@ -130,7 +130,7 @@ def poison(llm):
         tensor[:-1].fill_(torch.nan)
 
 
-def test_recording_writes_the_padding_block_alone():
+def test_capturing_writes_the_padding_block_alone():
     llm = engine("llama", True, max_num_seqs=4)
     assert all(not tensor[:-1].any() for tensor in llm.engine.tensors)
     assert len(llm.engine.tensors[0]) == llm.engine.manager.blocks + 1
@@ -253,7 +253,7 @@ def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host(monkeypatch):
     assert not llm.engine.loop.wide
 
 
-def test_a_batch_without_a_recording_is_counted_and_told():
+def test_a_batch_without_a_capture_is_counted_and_told():
     llm = engine("llama", True, max_num_seqs=4, cudagraph_capture_sizes=[1, 2])
     given = prompts((5, 9, 17))
     params = [greedy(8), greedy(8), greedy(16)]
@@ -273,7 +273,7 @@ def test_a_miss_whose_tokens_the_host_chooses_is_counted_once():
     assert llm.stats.bucket_misses == 7 and llm.stats.replayed_steps == 0 and llm.stats.steps == 8
 
 
-def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
+def test_a_capture_that_fails_is_told_and_decoding_goes_on(monkeypatch):
     def refuse(self, key):
         raise RuntimeError("no such thing")
 

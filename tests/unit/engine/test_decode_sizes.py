@@ -61,7 +61,7 @@ def test_a_cpu_engine_says_that_it_records_nothing():
     assert captured("llama").engine.loop is None
 
 
-def test_where_recordings_are_off_and_why():
+def test_where_captures_are_off_and_why():
     cuda, options = torch.device("cuda"), EngineOptions()
     assert loop_problem(cuda, "eager", options) is None
     assert "'inductor'" in loop_problem(cuda, "inductor", options)
@@ -69,7 +69,7 @@ def test_where_recordings_are_off_and_why():
     assert loop_problem(torch.device("cpu"), "eager", options) == "the model is on cpu"
 
 
-def test_recording_shows_its_progress():
+def test_capturing_shows_its_progress():
     told = []
     captures = engine("llama", True, max_num_seqs=1).engine.loop.captures
     captures.made.clear()
@@ -77,7 +77,7 @@ def test_recording_shows_its_progress():
     assert told == [("capturing CUDA graphs", 0, 1), ("capturing CUDA graphs", 1, 1)]
 
 
-def test_few_rows_of_short_contexts_have_recordings_of_their_own():
+def test_few_rows_of_short_contexts_have_captures_of_their_own():
     assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(129, 8192, 16) == (8192,)
     assert table_widths(1, 100, 16) == (100,)
     captures = engine("llama", True, max_num_seqs=2).engine.loop.captures
@@ -87,7 +87,7 @@ def test_few_rows_of_short_contexts_have_recordings_of_their_own():
         assert captures.key(1, 33, "greedy") == (1, widest, "greedy")
 
 
-def test_a_context_grows_from_one_recording_into_the_next():
+def test_a_context_grows_from_one_capture_into_the_next():
     """Tokens stay those of the synchronous engine when the table becomes wider in mid-text."""
     given = [list(range(3, 23)), list(range(40, 70))]
     params = graft.SamplingParams(max_tokens=40, ignore_eos=True)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
-from capture_cases import engine as recording_engine
+from capture_cases import engine as capturing_engine
 from capture_cases import random_params
 from graft.base.errors import EngineFailed, PromptTooLong, UsageError
 from graft.engine.core import Request
@@ -28,7 +28,7 @@ from thread_cases import GREEDY, LONG, PATIENCE, Gate, Numbers, empty, engine, p
 @pytest.mark.some(1)
 @pytest.mark.parametrize("captured", [False, True])
 def test_eight_threads_get_the_tokens_of_one_after_another(captured):
-    llm = recording_engine("llama", captured, max_num_seqs=6, max_num_batched_tokens=64)
+    llm = capturing_engine("llama", captured, max_num_seqs=6, max_num_batched_tokens=64)
     given_prompts = prompts(24)
     alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in given_prompts]
     start = threading.Barrier(8)
@@ -53,7 +53,7 @@ def test_eight_threads_get_the_tokens_of_one_after_another(captured):
 def test_whatever_threads_do_the_tokens_are_those_of_one_alone(seed, threads, captured, blocks):
     """generate, stream, submit and finish, coroutines; some break off in the middle. Any parameters with a seed."""
     rng = random.Random(seed)
-    llm = recording_engine("llama", captured, blocks=blocks, max_num_seqs=5, max_num_batched_tokens=48)
+    llm = capturing_engine("llama", captured, blocks=blocks, max_num_seqs=5, max_num_batched_tokens=48)
     llm.engine.tokenizer = Numbers()
     asked = []
     for prompt in prompts(3 * threads, seed):

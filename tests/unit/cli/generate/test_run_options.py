@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import graft
-from capture_cases import engine as recording_engine
+from capture_cases import engine as capturing_engine
 from conftest import tiny
 from graft.base.errors import DiskFull, PromptTooLong, UsageError
 from graft.base.files import atomic_folder, write_failed
@@ -141,7 +141,7 @@ def test_a_context_of_ones_own():
 
 
 def test_the_report_tells_why_the_host_chooses_tokens():
-    captured = recording_engine("llama", True, max_num_seqs=2)
+    captured = capturing_engine("llama", True, max_num_seqs=2)
     ways = {
         "penalties": {"presence_penalty": 0.5},
         "log probabilities": {"logprobs": 1},
