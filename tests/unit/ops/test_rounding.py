@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 from marks import FULL
-from processes import run_python
 
 PROGRAM = """
 import sys
@@ -46,13 +48,15 @@ for kernel in (pairs, newest, plain):
 """
 
 
-def test_no_rotation_is_contracted_into_multiply_adds(monkeypatch, tmp_path):
-    """`plain` rounds without `rounded`: it shows what would be lost, and that this test finds it."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_no_rotation_is_contracted_into_multiply_adds(tmp_path):
+    """`plain` rounds without `rounded`: it shows what would be lost, and that this test finds it. The process begins
+    from nothing: one that has imported Triton for its interpreter compiles no kernel."""
     program = tmp_path / "kernels.py"  # Triton reads the source of its functions
     program.write_text(PROGRAM)
     dtypes = ("bf16", "fp16") if FULL else ("bf16",)  # a kernel takes a core-second to compile
-    done = run_python(program, len(dtypes))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(program), str(len(dtypes))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     found = dict(re.findall(r"^(\w+ \w+) (fma|rounds)$", done.stdout, re.MULTILINE))
     rounds = {"pairs": "rounds", "newest": "rounds", "plain": "fma"}
     assert found == {f"{kernel} {dtype}": how for kernel, how in rounds.items() for dtype in dtypes}, done.stderr
