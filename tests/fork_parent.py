@@ -36,7 +36,7 @@ PROGRAMS = "GRAFT_TEST_FORKS"  # the variable with the socket of the process tha
 # what graft imports, less graft: a program that a test starts may have another one
 IMPORTED = (
     *("torch", "transformers.modeling_utils", "torch._dynamo", "torch.export", "torch.fx.experimental.proxy_tensor"),
-    *("networkx", "pydantic", "typer"),
+    *("torch._inductor.compile_fx", "networkx", "pydantic", "typer"),
 )
 
 
@@ -186,6 +186,11 @@ def collect(arguments: Sequence[str]) -> None:
     """Imports the test files, as the workers will."""
     import pytest
 
+    from precompiled import precompile_headers
+    from warm_up import warm_up
+
+    precompile_headers(Path(os.environ["GRAFT_NATIVE_CACHE_DIR"]))
+
     class NoItems:
         @pytest.hookimpl(tryfirst=True)
         def pytest_pycollect_makeitem(self) -> list[Any]:
@@ -193,6 +198,7 @@ def collect(arguments: Sequence[str]) -> None:
 
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         pytest.main([*arguments, "--collect-only", "-qq", "-n0", "-p", "no:cacheprovider"], plugins=[NoItems()])
+    warm_up()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def embedder(
 ) -> Path:
     """head: with an output projection, as a decoder that generates is saved; without, its base alone."""
     from tokenizers import Tokenizer
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from serve_cases import tokenizer_json
     from tiny_decoders import tiny_decoder
@@ -33,7 +34,7 @@ def embedder(
     for parameter in model.parameters():  # of a size at which a wrong row cannot pass for the right one
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
-    assert isinstance(model, tuple(AutoModelForCausalLM._model_mapping.values()))
+    assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     (model if head else model.base_model).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json())).save_pretrained(folder)
     if pooling is not None:

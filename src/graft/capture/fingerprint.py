@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from graft.capture.code import PLAIN, Description, Unknowable, package_of
 LIBRARIES = ("torch", "transformers")
 SOURCES = ("capture", "ir", "ops/attention")  # what of graft makes the graph
 STATE = frozenset(vars(torch.nn.Module()))  # what every module has
+# where it was loaded from: a copy, and another checkpoint of the same architecture, have the same graph
+ORIGIN = frozenset({"name_or_path", "_name_or_path"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -72,7 +75,7 @@ def module_facts(model: PreTrainedModel) -> Iterator[str]:
     roots: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         check_module(name or "the model", module)
-        held = {key: value for key, value in vars(module).items() if key not in STATE}
+        held = {key: value for key, value in vars(module).items() if key not in STATE | ORIGIN}
         yield f"{name} {type(module).__module__}.{type(module).__qualname__} training={module.training}"
         for key, value in sorted(held.items()):
             yield f"  {key}={held_text(f'{name}.{key}', value, description)}"
@@ -102,7 +105,8 @@ def held_text(name: str, value: Any, description: Description) -> str:
     """An attribute of a module: plain values, containers of them, configurations and functions."""
     if isinstance(value, (transformers.PreTrainedConfig, GenerationConfig)):
         implementation = getattr(value, "_attn_implementation", None)
-        return f"{type(value).__qualname__} {value.to_json_string(use_diff=False)} {implementation}"
+        settings = without_origin(json.loads(value.to_json_string(use_diff=False)))
+        return f"{type(value).__qualname__} {json.dumps(settings)} {implementation}"
     if isinstance(value, dict):
         return str(sorted((str(key), held_text(name, item, description)) for key, item in value.items()))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -112,3 +116,10 @@ def held_text(name: str, value: Any, description: Description) -> str:
     if type(value) not in PLAIN and not text.startswith("#"):
         raise Unknowable(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")
     return text
+
+
+def without_origin(settings: Any) -> Any:
+    """Settings of a configuration, and of those within it."""
+    if isinstance(settings, dict):
+        return {key: without_origin(value) for key, value in settings.items() if key not in ORIGIN}
+    return [without_origin(value) for value in settings] if isinstance(settings, list) else settings

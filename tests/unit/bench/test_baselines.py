@@ -109,6 +109,7 @@ def test_the_command_exits_with_0_without_any_peer(nothing_installed, growing_cl
 
 def test_a_model_without_a_gguf_file_is_not_run_with_llama_cpp(monkeypatch):
     pretend(monkeypatch, "llama_cpp")
+    monkeypatch.setattr(roofline, "cpu_buffer", lambda: 1 << 22)
     failed = rows(bench(engine(), replace(PLAN, against=("llama.cpp",)))).get("llama.cpp").failed
     assert failed == "not run: no GGUF file; llama.cpp runs models that were loaded from one"
     with pytest.raises(PeerNotRun):

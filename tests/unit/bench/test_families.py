@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
-from graft.bench import families
+from graft.bench import families, roofline
 from graft.bench.families import FamilyPlan, in_process, last_line, measure_families, models_of
 from graft.bench.family_process import measure_family
 from graft.bench.plan import BenchPlan
@@ -53,7 +53,8 @@ def test_lists_of_layers_are_cut_with_them():
     assert cut == {"n_layer": 3, "layer_types": ["a", "b", "a"], "vocab_size": 7} and layer_count(cut) == 3
 
 
-def test_a_family_is_measured_in_every_batch():
+def test_a_family_is_measured_in_every_batch(monkeypatch):
+    monkeypatch.setattr(roofline, "cpu_buffer", lambda: 1 << 22)
     said = measure_family({**PLAN.__dict__, "bench": PLAN.bench.__dict__, "model": "tiny-gpt2"})
     rows = families.rows_of(PLAN, entries()["tiny-gpt2"], json.loads(json.dumps(said)))
     assert [(row.family, row.batch, row.layers, row.layers_of, row.backend) for row in rows] == [

@@ -52,6 +52,7 @@ def test_rates_are_bytes_and_operations_over_seconds(slow_clock, monkeypatch):
 def test_the_roofline_of_a_cpu_has_numbers_and_says_how(rates, how, monkeypatch):
     """The GEMM in 16 bits, or in float32 where that is faster, as on a CPU without such instructions."""
     monkeypatch.setattr(roofline, "CPU_BYTES", 1 << 22)
+    monkeypatch.setattr(roofline, "last_level_cache", lambda: 0)
     narrow, wide = rates
     monkeypatch.setattr(
         roofline, "matrix_rate", lambda _, dtype, side: 1e12 * (narrow if dtype.itemsize == 2 else wide)

@@ -73,6 +73,9 @@ def test_equal_models_have_one_fingerprint():
     with torch.no_grad():
         used(input_ids=torch.zeros(1, 3, dtype=torch.int64))
     assert fingerprint(used) == before != known(), "running it changes nothing; the device is part of it"
+    elsewhere = llama()
+    elsewhere.name_or_path = elsewhere.config._name_or_path = "another folder"
+    assert fingerprint(elsewhere) == known(), "a copy has the same graph"
 
 
 @pytest.mark.some(5)

@@ -293,6 +293,8 @@ def variant_pattern(
     if not made or outputs[0] is None:
         raise PatternError(f"pattern {name} must return results of operations, not its own inputs")
     effects = tuple(node for node in gm.graph.nodes if is_mutating(node) and not leads_to(node, outputs))
+    if not any(node.op == "get_attr" for node in gm.graph.nodes):
+        gm.graph.owning_module = None  # each has a class of its own, and a trace visits all classes of modules
     full = " ".join((name, *path.chosen.values()))
     return Pattern(full, gm.graph, inputs, outputs, True, effects, path.whole, tuple(path.chosen.items()))
 

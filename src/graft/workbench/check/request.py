@@ -70,6 +70,8 @@ def check_request(request: CheckRequest) -> None:
         raise UsageError("--run-tests is about one transform; name it: graft check TRANSFORM --run-tests")
     if request.note is not None and not request.transform:
         raise UsageError("--note is about one transform; name it: graft check TRANSFORM --note FILE.md")
+    if request.note and request.note.is_dir():
+        raise UsageError(f"the note cannot be written to {request.note}, which is a folder; name a file in it")
     if request.save is not None and same_folder(request.save, request.baseline):
         raise UsageError(
             f"{request.save} cannot be the baseline and be written anew; give --save-baseline another folder"

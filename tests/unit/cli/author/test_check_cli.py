@@ -16,6 +16,7 @@ from graft.passes.registry import TransformRegistry
 from graft.workbench.check import all_models
 
 NAME = "fuse_rms_norm"
+ONE = ("--dtype", "float32")  # that results are compared in others as well is held by the first two tests
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,9 +58,9 @@ def test_all_of_them_are_a_line_each(monkeypatch):
 
 
 def test_json_is_one_document(monkeypatch, tmp_path):
-    graft(NAME, "--save-baseline", tmp_path / "kept")
+    graft(NAME, *ONE, "--save-baseline", tmp_path / "kept")
     scale(monkeypatch, NAME, float("nan"), at=[0])
-    done = graft(NAME, "--baseline", tmp_path / "kept", "--json", code=1)
+    done = graft(NAME, *ONE, "--baseline", tmp_path / "kept", "--json", code=1)
     found = json.loads(done.stdout, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
     assert (found["model"], found["ok"], found["dtype"]) == ("tiny-llama", False, "float32")
     assert [line["check"] for line in found["transforms"][0]["lines"]] == LIST
@@ -167,7 +168,7 @@ def test_the_note_is_filled_in_from_the_run(tmp_path):
 
 def test_the_note_of_a_wrong_transform_says_no(monkeypatch, tmp_path):
     scale(monkeypatch, "fuse_rope", 1.1, at=[2])
-    graft("fuse_rope", "--note", tmp_path / "note.md", code=1)
+    graft("fuse_rope", *ONE, "--note", tmp_path / "note.md", code=1)
     text = (tmp_path / "note.md").read_text()
     found = sections(text)
     assert text.startswith("# fuse_rope on tiny-llama: not accepted")
