@@ -15,7 +15,6 @@ import os
 import time
 from pathlib import Path
 
-import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
@@ -24,13 +23,13 @@ from graft.base.errors import DumpError
 from graft.base.files import Progress, atomic_file
 from graft.base.progress import CAPTURE, Doing
 from graft.capture.code import Unknowable
-from graft.capture.decoder import capture_decoder
+from graft.capture.decoder import CLASS_NAME, capture_decoder
 from graft.capture.fingerprint import fingerprint
+from graft.capture.layers_once import capture_layers_once, model_state
 from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.verify import module_state
 
 OFF = "GRAFT_NO_GRAPH_CACHE"
-CLASS_NAME = "CapturedDecoder"
 
 
 def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -> tuple[GraphModule, str]:
@@ -50,13 +49,13 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     if progress:
         progress(Doing("capturing the graph", CAPTURE), 0, 1)
     started = time.perf_counter()
-    gm = capture_decoder(model)
+    gm, how = capture_layers_once(model) if key else (capture_decoder(model), "")
     seconds = time.perf_counter() - started
     stored = "not stored" if key is None or file is None else store(file, key, gm, model)
     if key is not None and file is not None and stored == "stored":
         again = load(file, key, model)  # what later starts get, so that the first builds the same bytes
         gm = again if isinstance(again, GraphModule) else gm
-    return gm, f"captured graph: captured in {seconds:.1f} s, {stored}{why}"
+    return gm, f"captured graph: captured in {seconds:.1f} s{how and f' ({how})'}, {stored}{why}"
 
 
 def cache_key(model: PreTrainedModel) -> tuple[str | None, str]:
@@ -67,12 +66,6 @@ def cache_key(model: PreTrainedModel) -> tuple[str | None, str]:
         return fingerprint(model), ""
     except (Unknowable, RecursionError) as error:
         return None, f" ({error})"
-
-
-def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name; tied ones under each of their names."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return named | dict(model.named_buffers(remove_duplicate=False))
 
 
 def load(file: Path, key: str, model: PreTrainedModel) -> GraphModule | str:

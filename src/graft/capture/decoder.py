@@ -15,6 +15,7 @@ from graft.ir.prefix import drop_prefix
 from graft.ir.trace import export_graph
 
 PREFIX = "decoder"
+CLASS_NAME = "CapturedDecoder"
 # Neither is 1 (export would fix it) nor equal to the other (export would tie them together).
 EXAMPLE_BATCH, EXAMPLE_LENGTH = 2, 9
 
@@ -36,6 +37,17 @@ def capture_decoder(model: PreTrainedModel) -> GraphModule:
     [b, s, vocab].
     """
     kept = check_state(model)
+    gm = export_decoder(model)
+    check_attentions(model, kept, attentions(gm))
+    return gm
+
+
+def attentions(gm: GraphModule) -> int:
+    return sum(is_op(node, torch.ops.graft.attention.default) for node in calls(gm.graph))
+
+
+def export_decoder(model: PreTrainedModel) -> GraphModule:
+    """The graph alone, unchecked."""
     device = next(model.parameters()).device
     ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.int64, device=device)
     positions = torch.arange(EXAMPLE_LENGTH, device=device).expand(EXAMPLE_BATCH, -1).contiguous()
@@ -44,7 +56,4 @@ def capture_decoder(model: PreTrainedModel) -> GraphModule:
         gm = export_graph(
             Decoder(model), (ids, positions), dynamic_shapes={"input_ids": dynamic, "position_ids": dynamic}
         )
-    gm = drop_prefix(gm, PREFIX, CodeGen(), "CapturedDecoder")  # tensors in, a tuple out; no pytrees
-    attentions = sum(is_op(node, torch.ops.graft.attention.default) for node in calls(gm.graph))
-    check_attentions(model, kept, attentions)
-    return gm
+    return drop_prefix(gm, PREFIX, CodeGen(), CLASS_NAME)  # tensors in, a tuple out; no pytrees

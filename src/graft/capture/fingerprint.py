@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -112,6 +113,8 @@ def held_text(name: str, value: Any, description: Description) -> str:
     if isinstance(value, (list, tuple, set, frozenset)):
         texts = [held_text(name, item, description) for item in value]
         return f"{type(value).__name__}{texts if isinstance(value, (list, tuple)) else sorted(texts)}"
+    if isinstance(value, BuiltinFunctionType) and package_of(value.__module__ or "") == "torch":
+        return f"{value.__module__}.{value.__qualname__}"  # its code is that of torch's version
     text = description.text(value)
     if type(value) not in PLAIN and not text.startswith("#"):
         raise Unknowable(f"{name} is a {type(value).__module__}.{type(value).__qualname__}")

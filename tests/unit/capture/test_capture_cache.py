@@ -49,7 +49,8 @@ def captured() -> tuple[torch.nn.Module, torch.fx.GraphModule, str]:
 def instant(monkeypatch):
     """The model whose capture takes no time."""
     model, graph, _ = captured()
-    monkeypatch.setattr("graft.capture.cache.capture_decoder", lambda _: graph)
+    for home in ("cache", "layers_once"):  # without a key, and with one
+        monkeypatch.setattr(f"graft.capture.{home}.capture_decoder", lambda _: graph)
     return model
 
 
@@ -298,7 +299,7 @@ def test_a_file_of_another_model_under_its_name_is_not_used(instant, folder, mon
     other = copy.deepcopy(model)
     other.model.layers[0].self_attn.scaling = 0.5
     file.rename(folder / f"{fingerprint(other)}.json")
-    monkeypatch.setattr("graft.capture.cache.capture_decoder", lambda given: anew if given is other else None)
+    monkeypatch.setattr("graft.capture.layers_once.capture_decoder", lambda given: anew if given is other else None)
     gm, note = captured_decoder(other)
     assert "its checksum is not what it says" in note and not list(gm.graph.nodes)  # as the new one
 
@@ -326,7 +327,7 @@ def test_a_constant_of_the_graph_is_not_stored(monkeypatch, folder):
     model, graph, _ = captured()
     gm = second_module(graph)  # a deep copy takes 6 core-seconds: torch copies every symbol
     gm.register_buffer("constant", torch.ones(2))
-    monkeypatch.setattr("graft.capture.cache.capture_decoder", lambda _: gm)
+    monkeypatch.setattr("graft.capture.layers_once.capture_decoder", lambda _: gm)
     assert "not stored: constant is neither a parameter nor a buffer" in captured_decoder(model)[1]
     assert not folder.exists()
 

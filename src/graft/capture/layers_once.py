@@ -1,0 +1,47 @@
+"""A decoder captured by a few of its layers: a layer takes a quarter of a second, and most are alike."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+from graft.capture.decoder import CLASS_NAME, attentions, capture_decoder, export_decoder
+from graft.capture.layer_kinds import LayerKinds, NoKinds, layer_kinds, only_chosen
+from graft.capture.repeat_layers import repeat_layers
+from graft.capture.state import check_attentions, check_state
+from graft.ir.io.serial import graph_from_json, graph_to_json, json_text
+
+
+def capture_layers_once(model: PreTrainedModel) -> tuple[GraphModule, str]:
+    """What `capture_decoder` gives, but for the names of nodes, and how it came."""
+    try:
+        found = layer_kinds(model)
+        gm = captured_by(model, found)
+    except NoKinds as error:
+        return capture_decoder(model), f"layer by layer, because {error}" if str(error) else ""
+    return gm, f"{len(found.chosen)} of {len(found.kinds)} layers, which the others are like"
+
+
+def captured_by(model: PreTrainedModel, found: LayerKinds) -> GraphModule:
+    kept = check_state(model)
+    with only_chosen(model, found) as noted:
+        few = export_decoder(model)
+    if noted:
+        raise NoKinds(f"it computes with the number of a layer ({noted[0].strip('_')})")
+    data = repeat_layers(json.loads(graph_to_json(few, exact=True)), found)
+    state = model_state(model)
+    if foreign := [name for name in data["state"] if name not in state]:
+        raise NoKinds(f"{foreign[0]} is neither a parameter nor a buffer of it")
+    gm = graph_from_json(json_text(data), state)
+    type(gm).__name__ = CLASS_NAME  # a GraphModule's class is its own
+    check_attentions(model, kept, attentions(gm))
+    return gm
+
+
+def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name; tied ones under each of their names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))

@@ -1,0 +1,166 @@
+"""Decoders captured by a few layers: the graph is that of the whole capture, or the decoder is captured whole."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from conftest import FAMILIES
+from graft.capture import layers_once
+from graft.capture.decoder import capture_decoder, export_decoder
+from graft.capture.layer_kinds import LayerIndex, NoKinds, layer_kinds, only_chosen
+from graft.capture.layers_once import capture_layers_once, model_state
+from graft.capture.repeat_layers import repeat_layers
+from graft.ir.verify import module_state
+from layer_cases import data_of, deep, numbered
+from marks import short
+
+
+def few(model, found):
+    with only_chosen(model, found) as noted:
+        data = data_of(export_decoder(model))
+    assert not noted
+    return data
+
+
+@pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
+def test_the_graph_is_that_of_the_whole_capture(family):
+    model = deep(family, 8 if family == "llama" else 12)
+    found = layer_kinds(model)
+    assert 2 * len(found.chosen) <= len(found.kinds)
+    assert numbered(repeat_layers(few(model, found), found)) == numbered(data_of(capture_decoder(model)))
+
+
+def test_a_layer_that_is_not_like_the_others_is_captured():
+    model = deep("llama", 8)
+    model.model.layers[5].self_attn.scaling = 0.3
+    found = layer_kinds(model)
+    assert found.chosen == (0, 1, 5, 7)
+    whole = numbered(data_of(capture_decoder(model)))
+    assert numbered(repeat_layers(few(model, found), found)) == whole
+    model.model.layers[5].self_attn.scaling = 0.4
+    assert numbered(repeat_layers(few(model, found), found)) != whole
+
+
+def test_results_are_those_of_the_model_and_the_model_is_as_it_was():
+    model = deep("gemma-2", 14)
+    layers, config = model.model.layers, copy.deepcopy(model.config)
+    gm, how = capture_layers_once(model)
+    assert model.model.layers is layers and len(layers) == 14 and model.config.to_dict() == config.to_dict()
+    assert how == "6 of 14 layers, which the others are like"
+    ids, positions = torch.randint(3, 100, (2, 21)), torch.arange(21).expand(2, -1)
+    model.set_attn_implementation("eager")  # sdpa leaves out Gemma 2's soft cap
+    with torch.no_grad():
+        found, expected = gm(ids, positions)[0], model(input_ids=ids, position_ids=positions).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert [type(layer.self_attn.layer_idx) for layer in layers] == [int] * 14
+    known = model_state(model)
+    assert all(tensor is known[name] for name, tensor in module_state(gm).items())
+
+
+def test_a_tensor_that_a_program_makes_is_not_lost(monkeypatch):
+    """A constant of the graph has no name in the model: the decoder is captured whole."""
+    plain = LlamaRotaryEmbedding.forward
+
+    def forward(self, *args, **kwargs):
+        cos, sin = plain(self, *args, **kwargs)
+        return cos * torch.tensor([1.0, 2.0] * 4), sin
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+    gm, how = capture_layers_once(deep("llama", 6))
+    assert how.startswith("layer by layer, because ") and how.endswith("is neither a parameter nor a buffer of it")
+    assert not any(tensor.is_meta for tensor in module_state(gm).values())
+
+
+def test_the_model_is_as_it_was_when_the_capture_fails():
+    model = deep("llama", 8)
+    layers = model.model.layers
+    with mock.patch.object(layers_once, "export_decoder", side_effect=ValueError), pytest.raises(ValueError):
+        capture_layers_once(model)
+    assert model.model.layers is layers and type(layers[0].self_attn.layer_idx) is int
+
+
+def test_a_program_that_computes_with_the_number_of_a_layer_is_captured_whole(monkeypatch):
+    plain = LlamaDecoderLayer.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        scale = 2.0 if self.self_attn.layer_idx == 3 else 1.0  # which is not captured
+        return plain(self, hidden_states * scale, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    model = deep("llama", 8)
+    gm, how = capture_layers_once(model)
+    assert how == "layer by layer, because it computes with the number of a layer (eq)"
+    factors = [node.args[1] for node in gm.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+    assert factors.count(2.0) == 1
+
+
+@pytest.mark.parametrize("name", ["__add__", "__mod__", "__lt__", "__eq__", "__float__", "__str__", "__rsub__"])
+def test_what_is_computed_with_a_number_is_noted(name):
+    index = LayerIndex(3)
+    index.noted = []
+    assert [10, 20, 30, 40][index] == 40 and not index.noted
+    getattr(index, name)(*([] if name in ("__float__", "__str__") else [2]))
+    assert index.noted[0] == name
+
+
+def sharing(model):
+    model.model.layers[3].mlp = model.model.layers[2].mlp
+
+
+def all_different(model):
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.scaling = 0.1 * number
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (sharing, "its layers share weights"),
+        (all_different, "its 8 layers are of 8 kinds"),
+        (lambda model: setattr(model, "more", copy.deepcopy(model.model.layers)), "it has 2 lists of layers"),
+        (lambda model: setattr(model.model, "layers", model.model.layers[:5]), "^$"),
+    ],
+)
+def test_decoders_without_kinds_say_why(change, reason):
+    model = deep("llama", 8)
+    change(model)
+    with pytest.raises(NoKinds, match=reason):
+        layer_kinds(model)
+
+
+def literal(data):
+    node = [entry for entry in data["nodes"] if "aten.add.Tensor" in entry["target"] and entry["args"][1] == 1e-06]
+    node[-2]["args"][1] = 1e-05  # a norm of the last layer
+
+
+def between(data):
+    node = next(entry for entry in data["nodes"] if entry["modules"] and entry["modules"][-1][1] == "model.layers.1")
+    node["modules"] = node["modules"][:3]
+
+
+def shortcut(data):
+    """The last layer reads what the first gives to the second."""
+    first, last = (
+        next(e for e in data["nodes"] if e["modules"] and e["modules"][-1][1] == f"model.layers.{at}.input_layernorm")
+        for at in (1, 2)
+    )
+    last["args"][0] = first["args"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(literal, "of layers alike, differ"), (between, "is between its layers"), (shortcut, "go from")],
+)
+def test_layers_that_are_not_alike_after_all_are_found(change, reason):
+    model = deep("llama", 8)
+    found = layer_kinds(model)
+    data = few(model, found)
+    repeat_layers(copy.deepcopy(data), found)
+    change(data)
+    with pytest.raises(NoKinds, match=reason):
+        repeat_layers(data, found)
