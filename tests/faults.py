@@ -117,15 +117,15 @@ FAULTS = [
         "unit/engine/test_kept_engines.py::test_every_change_is_another_engine",
     ),
     fault(
-        "capture/repeat_layers.py",
+        "capture/layer_entries.py",
         '"storage": numbers.get(number, number)',
         '"storage": number',
         "unit/capture/test_layers_once.py::test_the_graph_is_that_of_the_whole_capture[llama]",
     ),
     fault(
         "capture/layers_once.py",
-        "    if noted:\n",
-        "    if not noted:\n",
+        "    if problems:\n",
+        "    if not problems:\n",
         "unit/capture/test_layers_once.py::test_a_program_that_computes_with_the_number_of_a_layer_is_captured_whole",
     ),
     fault(

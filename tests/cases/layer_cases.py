@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from conftest import tiny
-from graft.capture.repeat_layers import rewritten, with_bytes
+from graft.capture.layer_entries import rewritten, with_bytes
 from graft.ir.io.serial import graph_to_json
 
 COUNTS = ("num_hidden_layers", "n_layer")

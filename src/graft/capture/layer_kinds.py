@@ -1,14 +1,12 @@
 """Layers of a decoder that are of one kind: what is captured of one of them holds for all of them.
 
-A layer's graph follows from its classes, from what its modules hold, from the sizes of its tensors and from what the
-configuration says of it. Its own number may be in it, too, as the position of its cache: a program that computes with
-the number (`LayerIndex`) has no kinds.
+A layer's graph follows from its classes, from what its modules hold, from the sizes of its tensors, from what the
+configuration says of it, and from what the model gives to it (`skipped_layers.py` looks at that).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +20,6 @@ from graft.capture.fingerprint import ORIGIN, STATE, held_text
 
 LEAST = 6  # layers, below which nothing is gained
 NUMBER = "layer_idx"  # what transformers calls a layer's own number
-COMPUTING = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "neg", "abs", "and", "rand", "or", "ror", "xor", "lshift", "rshift", "float", "bool"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "str", "repr", "format"),
-)
 
 
 class NoKinds(Exception):
@@ -40,26 +33,6 @@ class LayerKinds:
     path: str
     kinds: tuple[str, ...]
     chosen: tuple[int, ...]
-
-
-class LayerIndex(int):
-    """A layer's own number, which notes what is computed with it."""
-
-    noted: list[str]
-
-
-def noting(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def method(self: LayerIndex, *args: Any) -> Any:
-        self.noted.append(name)
-        return plain(self, *args)
-
-    return method
-
-
-for _name in COMPUTING:
-    setattr(LayerIndex, f"__{_name}__", noting(f"__{_name}__"))
 
 
 def layer_kinds(model: PreTrainedModel) -> LayerKinds:
@@ -126,36 +99,3 @@ def lists_of(config: Any, count: int) -> dict[str, Sequence[Any]]:
     return {
         key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == count
     }
-
-
-def is_numbered(part: torch.nn.Module) -> bool:
-    return type(vars(part).get(NUMBER)) is int
-
-
-@contextmanager
-def only_chosen(model: PreTrainedModel, found: LayerKinds) -> Iterator[list[str]]:
-    """The model with the chosen layers alone; gives what was computed with their numbers.
-
-    The configuration keeps its number of layers, which a program may compute with, and begins each of its lists with
-    what it says of the chosen ones.
-    """
-    owner, _, leaf = found.path.rpartition(".")
-    parent, layers = model.get_submodule(owner), model.get_submodule(found.path)
-    assert isinstance(layers, ModuleList)
-    others = [number for number in range(len(layers)) if number not in found.chosen]
-    said, noted = lists_of(model.config, len(layers)), list[str]()
-    numbered = [part for number in found.chosen for part in layers[number].modules() if is_numbered(part)]
-    try:
-        for key, values in said.items():
-            ordered = [values[number] for number in (*found.chosen, *others)]
-            vars(model.config)[key] = tuple(ordered) if isinstance(values, tuple) else ordered
-        for part in numbered:
-            vars(part)[NUMBER] = index = LayerIndex(vars(part)[NUMBER])
-            index.noted = noted
-        setattr(parent, leaf, ModuleList(layers[number] for number in found.chosen))
-        yield noted
-    finally:
-        setattr(parent, leaf, layers)
-        vars(model.config).update(said)
-        for part in numbered:
-            vars(part)[NUMBER] = int.__int__(vars(part)[NUMBER])

@@ -8,9 +8,11 @@ import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
+from graft.base.errors import DumpError, GraftError
 from graft.capture.decoder import CLASS_NAME, attentions, capture_decoder, export_decoder
-from graft.capture.layer_kinds import LayerKinds, NoKinds, layer_kinds, only_chosen
+from graft.capture.layer_kinds import LayerKinds, NoKinds, layer_kinds
 from graft.capture.repeat_layers import repeat_layers
+from graft.capture.skipped_layers import only_chosen
 from graft.capture.state import check_attentions, check_state
 from graft.ir.io.serial import graph_from_json, graph_to_json, json_text
 
@@ -27,18 +29,29 @@ def capture_layers_once(model: PreTrainedModel) -> tuple[GraphModule, str]:
 
 def captured_by(model: PreTrainedModel, found: LayerKinds) -> GraphModule:
     kept = check_state(model)
-    with only_chosen(model, found) as noted:
-        few = export_decoder(model)
-    if noted:
-        raise NoKinds(f"it computes with the number of a layer ({noted[0].strip('_')})")
-    data = repeat_layers(json.loads(graph_to_json(few, exact=True)), found)
-    state = model_state(model)
+    few, state = export_few(model, found), model_state(model)
+    try:
+        data = repeat_layers(json.loads(graph_to_json(few, exact=True)), found)
+    except (DumpError, LookupError, ValueError) as error:  # the whole capture has no such limits
+        raise NoKinds(f"its graph cannot be written again ({type(error).__name__}: {error})") from error
     if foreign := [name for name in data["state"] if name not in state]:
         raise NoKinds(f"{foreign[0]} is neither a parameter nor a buffer of it")
     gm = graph_from_json(json_text(data), state)
     type(gm).__name__ = CLASS_NAME  # a GraphModule's class is its own
     check_attentions(model, kept, attentions(gm))
     return gm
+
+
+def export_few(model: PreTrainedModel, found: LayerKinds) -> GraphModule:
+    """The graph of the chosen layers, where it holds for the others."""
+    with only_chosen(model, found) as problems:
+        try:
+            few = export_decoder(model)
+        except GraftError as error:
+            raise NoKinds(problems[0] if problems else f"a few of its layers are no program: {error}") from error
+    if problems:
+        raise NoKinds(problems[0])
+    return few
 
 
 def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -14,28 +14,39 @@ a kind that differ in more than their weights, something between layers, more th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from graft.capture.layer_entries import (
+    Entry,
+    attribute_copy,
+    layer_of,
+    moved,
+    references,
+    repeated,
+    rewritten,
+    state_copy,
+    storages,
+    with_bytes,
+)
 from graft.capture.layer_kinds import LayerKinds, NoKinds
-from graft.ir.io.symbols import evaluate
-
-Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CapturedLayers:
     """attributes, top, bottom: entries of the graph outside of the layers. layers: the calls of each captured one.
-    results: what each gives to the next. seen: in which layer (-1: above all) a storage is met first. sizes: of the
-    symbols, two that sizes are compared with."""
+    before: for each the captured one before it, for what is below them (None) the last. results: what each gives to
+    the next. seen: in which layer (-1: above all) a storage is met first. sizes: of the symbols, two that sizes are
+    compared with."""
 
     path: str
     attributes: list[Entry]
     top: list[Entry]
-    layers: list[list[Entry]]
+    layers: dict[int, list[Entry]]
     bottom: list[Entry]
-    results: list[Entry]
+    before: Mapping[int | None, int]
+    results: Mapping[int, Entry]
     seen: Mapping[int, int]
     sizes: Sequence[Mapping[str, int]]
 
@@ -61,8 +72,9 @@ class WholeGraph:
         return f"{base}_{number}" if number else base
 
     def storage(self, like: int) -> int:
-        """A new one, with the contents of another."""
-        self.alike += self.alike[like : like + 1]
+        """A new one, with the contents of another. One that is read as itself may have to be kept apart."""
+        if self.alike:
+            self.alike.append(self.storages if self.alike[like] == like else self.alike[like])
         self.storages += 1
         return self.storages - 1
 
@@ -82,56 +94,49 @@ def repeat_layers(data: Mapping[str, Any], found: LayerKinds) -> dict[str, Any]:
     captured = take_apart(data, found)
     models = {}  # by kind: the layer to write again
     for kind in dict.fromkeys(found.kinds):
-        positions = [at for at, number in enumerate(found.chosen) if found.kinds[number] == kind]
-        if found.kinds.count(kind) > len(positions):
-            check_alike(captured, positions[1], positions[-1])
-            models[kind] = positions[1]
-    sources = [found.chosen.index(n) if n in found.chosen else models[kind] for n, kind in enumerate(found.kinds)]
+        numbers = [number for number in found.chosen if found.kinds[number] == kind]
+        if found.kinds.count(kind) > len(numbers):
+            check_alike(captured, numbers[1], numbers[-1])
+            models[kind] = numbers[1]
+    check_shared(captured, found, models)
+    sources = [number if number in found.chosen else models[kind] for number, kind in enumerate(found.kinds)]
     whole = WholeGraph(1 + max(captured.seen, default=-1), [*data.get("alike", ())])
     for entry in repeated(captured.attributes, found.path, sources, attribute_copy):
         whole.keep(entry)
     for entry in captured.top:
         whole.keep(entry)
-    write_layers(captured, whole, found, sources)
+    write_layers(captured, whole, sources)
+    if len({entry["name"] for entry in whole.nodes}) != len(whole.nodes):
+        raise NoKinds("two of its nodes would have one name")
     state = repeated([{"name": key, **spec} for key, spec in data["state"].items()], found.path, sources, state_copy)
     found_state = {entry["name"]: {key: value for key, value in entry.items() if key != "name"} for entry in state}
     return {**data, "nodes": whole.nodes, "state": found_state} | ({"alike": whole.alike} if "alike" in data else {})
-
-
-def layer_at(path: str, text: str) -> int | None:
-    """The position of the layer in whose name `text` is."""
-    found = re.match(rf"{re.escape(path)}\.(\d+)(?:\.|$)", text)
-    return int(found[1]) if found else None
-
-
-def layer_of(entry: Entry, path: str) -> int | None:
-    if entry["op"] == "get_attr":
-        return layer_at(path, entry["target"])
-    return next((at for _, where, _ in entry["modules"] if (at := layer_at(path, where)) is not None), None)
 
 
 def take_apart(data: Mapping[str, Any], found: LayerKinds) -> CapturedLayers:
     nodes = data["nodes"]
     attributes = [entry for entry in nodes if entry["op"] == "get_attr"]
     calls = [entry for entry in nodes if entry["op"] != "get_attr"]
-    layers: list[list[Entry]] = [[] for _ in found.chosen]
+    layers: dict[int, list[Entry]] = {number: [] for number in found.chosen}
     top, bottom, last, seen = list[Entry](), list[Entry](), -1, dict[int, int]()
     for entry in calls:
         at = layer_of(entry, found.path)
         if at is None:
             (top if last < 0 else bottom).append(entry)
-        elif bottom or at not in (last, last + 1):
+        elif bottom or at < last or at not in layers:
             raise NoKinds(f"{(bottom or [entry])[0]['name']} is between its layers")
         else:
             layers[at].append(entry)
             last = at
         for storage in storages(entry):
             seen.setdefault(storage, last)
-    if not all(layers):
+    if not all(layers.values()):
         raise NoKinds("a layer has no nodes of its own")
     symbols = [symbol["name"] for symbol in data["symbols"]]
     sizes = [{name: first + 2 * at for at, name in enumerate(symbols)} for first in (11, 1_000)]
-    return CapturedLayers(found.path, attributes, top, layers, bottom, results_of(layers, bottom), seen, sizes)
+    before = dict(zip((*found.chosen[1:], None), found.chosen, strict=True))
+    results = dict(zip(layers, results_of([*layers.values()], bottom), strict=True))
+    return CapturedLayers(found.path, attributes, top, layers, bottom, before, results, seen, sizes)
 
 
 def results_of(layers: Sequence[Sequence[Entry]], bottom: Sequence[Entry]) -> list[Entry]:
@@ -147,70 +152,6 @@ def results_of(layers: Sequence[Sequence[Entry]], bottom: Sequence[Entry]) -> li
     return results
 
 
-def references(entry: Entry) -> Iterator[str]:
-    yield from (name["node"] for name in objects((entry["args"], entry["kwargs"]), "node"))
-
-
-def storages(entry: Entry) -> Iterator[int]:
-    yield from (tensor["tensor"]["storage"] for tensor in objects(entry.get("val"), "tensor"))
-
-
-def objects(value: Any, key: str) -> Iterator[dict[str, Any]]:
-    """The objects with this key, however deep."""
-    if isinstance(value, dict):
-        if key in value:
-            yield value
-        else:
-            yield from (found for item in value.values() for found in objects(item, key))
-    elif isinstance(value, (list, tuple)):
-        yield from (found for item in value for found in objects(item, key))
-
-
-def rewritten(entry: Entry, name: str, names: Mapping[str, str], numbers: Mapping[int, int]) -> Entry:
-    """With other names of nodes and other numbers of storages."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, list):
-            return [change(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "node" in value:
-            return {"node": names[value["node"]]}
-        if "tensor" in value:
-            number = value["tensor"]["storage"]
-            return {"tensor": {**value["tensor"], "storage": numbers.get(number, number)}}
-        return {key: change(item) for key, item in value.items()}
-
-    own = {key: change(entry[key]) for key in ("args", "kwargs", "val") if key in entry}
-    return {**entry, **own, "name": name}
-
-
-def with_bytes(entry: Entry, sizes: Sequence[Mapping[str, int]]) -> Entry:
-    """Of each storage the bytes at two sizes: torch writes one size in several ways (`a*b`, `a*(b - 1) + a`)."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, list):
-            return [change(item) for item in value]
-        if isinstance(value, dict) and "tensor" in value:
-            text = value["tensor"]["bytes"]
-            counted = [evaluate(text, one) for one in sizes] if isinstance(text, str) else text
-            return {"tensor": {**value["tensor"], "bytes": counted}}
-        return {key: change(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-    return {**entry, "val": change(entry.get("val"))}
-
-
-def moved(entry: Entry, path: str, old: int, new: int) -> Entry:
-    """With the modules of another layer."""
-    before, after = f"{path}.{old}", f"{path}.{new}"
-
-    def at(text: str) -> str:
-        head, found, tail = text.partition(before)
-        return f"{head}{after}{tail}" if found and (not tail or tail[0] == ".") else text
-
-    return {**entry, "modules": [[at(key), at(where), cls] for key, where, cls in entry["modules"]]}
-
-
 def check_alike(captured: CapturedLayers, second: int, last: int) -> None:
     """That the second layer of a kind, written as the last, is the last."""
     one, other, path = captured.layers[second], captured.layers[last], captured.path
@@ -218,16 +159,18 @@ def check_alike(captured: CapturedLayers, second: int, last: int) -> None:
         raise NoKinds(f"its layers have {len(one)} and {len(other)} nodes")
     attributes = [[entry for entry in captured.attributes if layer_of(entry, path) == at] for at in (second, last)]
     names = {name: name for entry in (*captured.attributes, *captured.top) for name in [entry["name"]]}
-    names |= {entry["name"]: entry["name"] for layer in captured.layers[:second] for entry in layer}
+    earlier = (entry for number, layer in captured.layers.items() if number < second for entry in layer)
+    names |= {entry["name"]: entry["name"] for entry in earlier}
     names |= {a["name"]: b["name"] for a, b in zip(one, other, strict=True)}
-    names[captured.results[second - 1]["name"]] = captured.results[last - 1]["name"]
+    given, given_last = (captured.results[captured.before[number]] for number in (second, last))
+    names[given["name"]] = given_last["name"]
     for a, b in zip(*attributes, strict=False):
         names[a["name"]] = b["name"]
         if attribute_copy(a, path, second, last) != b:
             raise NoKinds(f"{a['target']} and {b['target']} differ")
     pairs = [pair for a, b in zip(one, other, strict=True) for pair in zip(storages(a), storages(b), strict=False)]
     numbers = dict(pairs)
-    carried = next(storages(captured.results[second - 1]), None)
+    carried = next(storages(given), None)
     kept = all(captured.seen[a] >= second or a in (carried, b) for a, b in pairs)
     if len(attributes[0]) != len(attributes[1]) or not kept or len(set(pairs)) != len(numbers):
         raise NoKinds("its layers share other values")
@@ -237,19 +180,48 @@ def check_alike(captured: CapturedLayers, second: int, last: int) -> None:
             raise NoKinds(f"{a['name']} and {b['name']}, of layers alike, differ")
 
 
-def write_layers(captured: CapturedLayers, whole: WholeGraph, found: LayerKinds, sources: Sequence[int]) -> None:
+def check_shared(captured: CapturedLayers, found: LayerKinds, models: Mapping[str, int]) -> None:
+    """That what a layer reads from an earlier one, besides the result before it, is not made anew in between: where
+    layers of the kind that makes it are left out, the one that is written for them must read it, too. And that all
+    results are of one form, so that a layer may come after any other."""
+    values = [with_bytes(result, captured.sizes)["val"] for result in captured.results.values()]
+    forms = [{**value["tensor"], "storage": 0} if "tensor" in value else value for value in values]
+    if any(form != forms[0] for form in forms):
+        raise NoKinds("its layers give values of several forms")
+    makers = {entry["name"]: number for number, layer in captured.layers.items() for entry in layer}
+    reads = {n: {name for entry in layer for name in references(entry)} for n, layer in captured.layers.items()}
+    for number in captured.layers:
+        given = captured.results[captured.before[number]]["name"] if number in captured.before else ""
+        for name in reads[number]:
+            maker = makers.get(name, number)
+            model = models.get(found.kinds[maker])
+            if (
+                maker != number
+                and name != given
+                and model is not None
+                and (maker == model or name not in reads[model])
+            ):
+                raise NoKinds(f"layer {number} reads a value of layer {maker}")
+    owners = {entry["name"]: layer_of(entry, captured.path) for entry in captured.attributes}
+    outside = {name for entry in (*captured.top, *captured.bottom) for name in references(entry)}
+    foreign = [name for name in outside if owners.get(name) is not None]
+    foreign += [name for number in reads for name in reads[number] if owners.get(name, number) not in (None, number)]
+    if foreign:
+        raise NoKinds(f"{foreign[0]} is read outside of its layer")
+
+
+def write_layers(captured: CapturedLayers, whole: WholeGraph, sources: Sequence[int]) -> None:
     """Every layer, then what comes after them."""
     result: Entry | None = None  # of the layer before, as it was written
-    for number, source in enumerate((*sources, len(captured.layers))):
-        entries = captured.layers[source] if source < len(captured.layers) else captured.bottom
+    for number, source in enumerate((*sources, None)):
+        entries = captured.bottom if source is None else captured.layers[source]
         names, numbers = dict(whole.names), dict[int, int]()
         if result is not None:
-            before = captured.results[source - 1]
-            names[before["name"]] = result["name"]
-            numbers = dict(zip(storages(before), storages(result), strict=True))
-        inside = number < len(sources)
-        again = inside and number not in found.chosen
-        names |= own_attributes(captured, source, number) if inside else {}
+            given = captured.results[captured.before[source]]
+            names[given["name"]] = result["name"]
+            numbers = dict(zip(storages(given), storages(result), strict=True))
+        again = source is not None and source != number
+        names |= own_attributes(captured, source, number) if source is not None else {}
         if again:
             own = dict.fromkeys(n for entry in entries for n in storages(entry) if captured.seen[n] == source)
             numbers |= {storage: whole.storage(storage) for storage in own}
@@ -257,7 +229,7 @@ def write_layers(captured: CapturedLayers, whole: WholeGraph, found: LayerKinds,
             name = whole.name(entry)
             written = rewritten(entry, name, names, numbers)
             names[entry["name"]] = name
-            if inside:
+            if source is not None:
                 written = moved(written, captured.path, source, number)
                 result = written if entry is captured.results[source] else result
             if not again:
@@ -269,37 +241,3 @@ def own_attributes(captured: CapturedLayers, source: int, number: int) -> dict[s
     """The names of a layer's weights, for those of the layer that it is written from."""
     given = [entry for entry in captured.attributes if layer_of(entry, captured.path) == source]
     return {entry["name"]: attribute_copy(entry, captured.path, source, number)["name"] for entry in given}
-
-
-def repeated(
-    entries: Iterable[Entry], path: str, sources: Sequence[int], copy: Callable[[Entry, str, int, int], Entry]
-) -> Iterator[Entry]:
-    """Entries in their order; each run of those of layers, for all layers."""
-    run = list[tuple[int, Entry]]()
-    for entry in (*entries, None):
-        at = None if entry is None else layer_at(path, entry.get("target", entry["name"]))
-        if entry is not None and at is not None:
-            run.append((at, entry))
-            continue
-        for number, source in enumerate(sources if run else ()):
-            yield from (copy(one, path, source, number) for position, one in run if position == source)
-        run.clear()
-        if entry is not None:
-            yield entry
-
-
-def attribute_copy(entry: Entry, path: str, source: int, number: int) -> Entry:
-    """An attribute of one layer, of another."""
-    flat = path.replace(".", "_")
-    name, target = entry["name"], entry["target"]
-    if not name.startswith(f"{flat}_{source}_"):
-        raise NoKinds(f"{target} is called {name}")
-    return {
-        **entry,
-        "name": f"{flat}_{number}_{name.removeprefix(f'{flat}_{source}_')}",
-        "target": f"{path}.{number}.{target.removeprefix(f'{path}.{source}.')}",
-    }
-
-
-def state_copy(entry: Entry, path: str, source: int, number: int) -> Entry:
-    return {**entry, "name": f"{path}.{number}.{entry['name'].removeprefix(f'{path}.{source}.')}"}

@@ -7,24 +7,23 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, LlamaRotaryEmbedding
 
 from conftest import FAMILIES
 from graft.capture import layers_once
-from graft.capture.decoder import capture_decoder, export_decoder
-from graft.capture.layer_kinds import LayerIndex, NoKinds, layer_kinds, only_chosen
-from graft.capture.layers_once import capture_layers_once, model_state
+from graft.capture.decoder import capture_decoder
+from graft.capture.layer_kinds import NoKinds, layer_kinds
+from graft.capture.layers_once import capture_layers_once, export_few, model_state
 from graft.capture.repeat_layers import repeat_layers
+from graft.capture.skipped_layers import LayerNumber
 from graft.ir.verify import module_state
 from layer_cases import data_of, deep, numbered
 from marks import short
 
 
 def few(model, found):
-    with only_chosen(model, found) as noted:
-        data = data_of(export_decoder(model))
-    assert not noted
-    return data
+    return data_of(export_few(model, found))
 
 
 @pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
@@ -94,18 +93,37 @@ def test_a_program_that_computes_with_the_number_of_a_layer_is_captured_whole(mo
     monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
     model = deep("llama", 8)
     gm, how = capture_layers_once(model)
-    assert how == "layer by layer, because it computes with the number of a layer (eq)"
+    assert how == "layer by layer, because it looks at the number of a layer (eq)"
     factors = [node.args[1] for node in gm.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
     assert factors.count(2.0) == 1
 
 
-@pytest.mark.parametrize("name", ["__add__", "__mod__", "__lt__", "__eq__", "__float__", "__str__", "__rsub__"])
-def test_what_is_computed_with_a_number_is_noted(name):
-    index = LayerIndex(3)
-    index.noted = []
-    assert [10, 20, 30, 40][index] == 40 and not index.noted
-    getattr(index, name)(*([] if name in ("__float__", "__str__") else [2]))
-    assert index.noted[0] == name
+@pytest.mark.parametrize("name", ["add", "mod", "lt", "eq", "float", "str", "rsub", "index", "hash"])
+def test_whoever_looks_at_a_number_is_noted(name):
+    problems = []
+    number = LayerNumber(3, problems.append)
+    one = name in ("float", "str", "index", "hash")
+    assert number is not None and not problems
+    assert getattr(number, f"__{name}__")(*([] if one else [2])) == getattr(3, f"__{name}__")(*([] if one else [2]))
+    assert problems == [f"it looks at the number of a layer ({name})"]
+    assert "abcd"[number] == "d"
+
+
+def test_layers_alike_that_are_given_other_values_are_captured_whole(monkeypatch):
+    """The model's own loop decides by the number of a layer that is not captured."""
+
+    def forward(self, input_ids, position_ids, **_):
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(x, position_ids)
+        for number, layer in enumerate(self.layers):
+            given = (cos, sin) if number != 4 else (sin, cos)
+            x = layer(x, attention_mask=None, position_ids=position_ids, position_embeddings=given)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    model = deep("llama", 6)
+    with pytest.raises(NoKinds, match="layers that are alike are given other values"):
+        export_few(model, layer_kinds(model))
 
 
 def sharing(model):
@@ -147,17 +165,47 @@ def shortcut(data):
     """The last layer reads what the first gives to the second."""
     first, last = (
         next(e for e in data["nodes"] if e["modules"] and e["modules"][-1][1] == f"model.layers.{at}.input_layernorm")
-        for at in (1, 2)
+        for at in (1, 11)
     )
     last["args"][0] = first["args"][0]
 
 
+def weight_elsewhere(data):
+    """The head reads a weight of a layer."""
+    head = next(entry for entry in data["nodes"] if {"node": "lm_head_weight"} in entry["args"])
+    head["args"][1] = {"node": "model_layers_11_mlp_down_proj_weight"}
+
+
+def other_form(data):
+    """The first layer gives something narrower."""
+    first = [entry for entry in data["nodes"] if entry["modules"] and entry["modules"][-1][1] == "model.layers.0"]
+    first[-1]["val"]["tensor"]["dtype"] = "bfloat16"
+
+
+def value_of_the_second(data):
+    """Layers of another kind read what the second computes: is it not what the fourth computes?"""
+    made, *readers = (
+        next(entry for entry in data["nodes"] if f"layers.{at}.mlp.act_fn" in str(entry["modules"]))
+        for at in (1, 5, 8)
+    )
+    for reader in readers:
+        reader["args"][0] = {"node": made["name"]}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(literal, "of layers alike, differ"), (between, "is between its layers"), (shortcut, "go from")],
+    [
+        (literal, "of layers alike, differ"),
+        (between, "is between its layers"),
+        (shortcut, "go from a layer to the next"),
+        (weight_elsewhere, "model_layers_11_mlp_down_proj_weight is read outside of its layer"),
+        (other_form, "its layers give values of several forms"),
+        (value_of_the_second, "layer 5 reads a value of layer 1"),
+    ],
 )
 def test_layers_that_are_not_alike_after_all_are_found(change, reason):
-    model = deep("llama", 8)
+    model = deep("llama")
+    model.model.layers[5].self_attn.scaling = model.model.layers[8].self_attn.scaling = 0.3
     found = layer_kinds(model)
     data = few(model, found)
     repeat_layers(copy.deepcopy(data), found)
