@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from capture_faults import CAPTURE_FAULTS
 from fault import fault
 from joint_faults import JOINT_FAULTS
 
@@ -97,43 +98,7 @@ FAULTS = [
         "return {binding.input: binding.tensor.clone() for binding in self.bindings}",
         "unit/memory/test_lifting.py::test_an_exported_program",
     ),
-    # ── capture ─────────────────────────────────────────────────────────────────────────────────────────────────
-    fault(
-        "capture/fingerprint.py",
-        "{tensor.stride()} {tensor.dtype} {tensor.device}",
-        "{tensor.stride()} {tensor.device}",
-        "unit/capture/test_capture_cache.py::test_another_model_is_another_fingerprint",
-    ),
-    fault(
-        "capture/cache.py",
-        "if not header(key, text).items() <= json.loads(head).items():",
-        "if not header(key, text).keys() <= json.loads(head).keys():",
-        "unit/capture/test_capture_cache.py::test_a_file_of_another_model_under_its_name_is_not_used",
-    ),
-    fault(
-        "engine/artifact/key.py",
-        "{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_dev}",
-        "{found.st_size} {found.st_mtime_ns} {found.st_dev}",
-        "unit/engine/test_kept_engines.py::test_every_change_is_another_engine",
-    ),
-    fault(
-        "capture/layer_entries.py",
-        '"storage": numbers.get(number, number)',
-        '"storage": number',
-        "unit/capture/test_layers_once.py::test_the_graph_is_that_of_the_whole_capture[llama]",
-    ),
-    fault(
-        "capture/layers_once.py",
-        "    if problems:\n",
-        "    if not problems:\n",
-        "unit/capture/test_layers_once.py::test_a_program_that_computes_with_the_number_of_a_layer_is_captured_whole",
-    ),
-    fault(
-        "capture/attention.py",
-        "    if dropout:\n",
-        "    if dropout > 1:\n",
-        "unit/capture/test_capture.py::test_dropout_and_disagreeing_windows_are_errors",
-    ),
+    *CAPTURE_FAULTS,
     # ── artifact ────────────────────────────────────────────────────────────────────────────────────────────────
     fault(
         "api/artifact/load.py",

@@ -158,9 +158,8 @@ def check_alike(captured: CapturedLayers, second: int, last: int) -> None:
     if len(one) != len(other):
         raise NoKinds(f"its layers have {len(one)} and {len(other)} nodes")
     attributes = [[entry for entry in captured.attributes if layer_of(entry, path) == at] for at in (second, last)]
-    names = {name: name for entry in (*captured.attributes, *captured.top) for name in [entry["name"]]}
-    earlier = (entry for number, layer in captured.layers.items() if number < second for entry in layer)
-    names |= {entry["name"]: entry["name"] for entry in earlier}
+    earlier = [entry for number, layer in captured.layers.items() if number < second for entry in layer]
+    names = {entry["name"]: entry["name"] for entry in (*captured.attributes, *captured.top, *earlier)}
     names |= {a["name"]: b["name"] for a, b in zip(one, other, strict=True)}
     given, given_last = (captured.results[captured.before[number]] for number in (second, last))
     names[given["name"]] = given_last["name"]
