@@ -25,7 +25,7 @@ from graft.base.progress import CAPTURE, Doing
 from graft.capture.code import Unknowable
 from graft.capture.decoder import CLASS_NAME, capture_decoder
 from graft.capture.fingerprint import fingerprint
-from graft.capture.layers_once import capture_layers_once, model_state
+from graft.capture.layers_once import capture_layers_once
 from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.verify import module_state
 
@@ -74,7 +74,7 @@ def load(file: Path, key: str, model: PreTrainedModel) -> GraphModule | str:
         head, _, text = file.read_text().partition("\n")
         if not header(key, text).items() <= json.loads(head).items():
             return "its checksum is not what it says"
-        state = model_state(model)
+        state = module_state(model)
         gm = graph_from_json(text, state)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DumpError) as error:
         return f"{type(error).__name__}: {error}"
@@ -87,7 +87,7 @@ def load(file: Path, key: str, model: PreTrainedModel) -> GraphModule | str:
 
 def store(file: Path, key: str, gm: GraphModule, model: PreTrainedModel) -> str:
     """Writes the file whole or not at all; "stored", or why not."""
-    known = model_state(model)
+    known = module_state(model)
     foreign = [name for name, tensor in module_state(gm).items() if known.get(name) is not tensor]
     if foreign:
         return f"not stored: {foreign[0]} is neither a parameter nor a buffer of the model"

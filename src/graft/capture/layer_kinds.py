@@ -6,17 +6,17 @@ configuration says of it, and from what the model gives to it (`skipped_layers.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch.nn import ModuleList
 from transformers import PreTrainedModel
 
 from graft.capture.code import Description, Unknowable, package_of
 from graft.capture.fingerprint import ORIGIN, STATE, held_text
+from graft.ir.verify import module_state
 
 LEAST = 6  # layers, below which nothing is gained
 NUMBER = "layer_idx"  # what transformers calls a layer's own number
@@ -39,7 +39,8 @@ def layer_kinds(model: PreTrainedModel) -> LayerKinds:
     """Of each kind the first, the second and the last layer are captured: the first makes what others share, the
     second stands for those that follow, and the last shows that it may."""
     path, layers = list_of_layers(model)
-    if len({id(tensor) for tensor in tensors(layers)}) < sum(1 for _ in tensors(layers)):
+    state = module_state(layers)
+    if len({id(tensor) for tensor in state.values()}) < len(state):
         raise NoKinds("its layers share weights")
     kinds = describe(model, layers)
     chosen = set[int]()
@@ -58,11 +59,6 @@ def list_of_layers(model: PreTrainedModel) -> tuple[str, ModuleList]:
     if len(outer) != 1:
         raise NoKinds(f"it has {len(outer)} lists of layers" if outer else "")
     return outer[0]
-
-
-def tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from (parameter for _, parameter in module.named_parameters(remove_duplicate=False))
-    yield from (buffer for _, buffer in module.named_buffers(remove_duplicate=False))
 
 
 def describe(model: PreTrainedModel, layers: ModuleList) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
@@ -15,6 +14,7 @@ from graft.capture.repeat_layers import repeat_layers
 from graft.capture.skipped_layers import only_chosen
 from graft.capture.state import check_attentions, check_state
 from graft.ir.io.serial import graph_from_json, graph_to_json, json_text
+from graft.ir.verify import module_state
 
 
 def capture_layers_once(model: PreTrainedModel) -> tuple[GraphModule, str]:
@@ -29,7 +29,7 @@ def capture_layers_once(model: PreTrainedModel) -> tuple[GraphModule, str]:
 
 def captured_by(model: PreTrainedModel, found: LayerKinds) -> GraphModule:
     kept = check_state(model)
-    few, state = export_few(model, found), model_state(model)
+    few, state = export_few(model, found), module_state(model)
     try:
         data = repeat_layers(json.loads(graph_to_json(few, exact=True)), found)
     except (DumpError, LookupError, ValueError) as error:  # the whole capture has no such limits
@@ -52,9 +52,3 @@ def export_few(model: PreTrainedModel, found: LayerKinds) -> GraphModule:
     if problems:
         raise NoKinds(problems[0])
     return few
-
-
-def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name; tied ones under each of their names."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return named | dict(model.named_buffers(remove_duplicate=False))

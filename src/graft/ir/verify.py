@@ -66,9 +66,10 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def module_state(gm: GraphModule) -> dict[str, torch.Tensor]:
+def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name; tied ones under each of their names."""
-    return dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
 
 
 def verify(gm: GraphModule, before: GraphSnapshot | None = None) -> None:

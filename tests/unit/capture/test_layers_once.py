@@ -14,7 +14,7 @@ from conftest import FAMILIES
 from graft.capture import layers_once
 from graft.capture.decoder import capture_decoder
 from graft.capture.layer_kinds import NoKinds, layer_kinds
-from graft.capture.layers_once import capture_layers_once, export_few, model_state
+from graft.capture.layers_once import capture_layers_once, export_few
 from graft.capture.repeat_layers import repeat_layers
 from graft.capture.skipped_layers import LayerNumber
 from graft.ir.verify import module_state
@@ -57,7 +57,7 @@ def test_results_are_those_of_the_model_and_the_model_is_as_it_was():
         found, expected = gm(ids, positions)[0], model(input_ids=ids, position_ids=positions).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert [type(layer.self_attn.layer_idx) for layer in layers] == [int] * 14
-    known = model_state(model)
+    known = module_state(model)
     assert all(tensor is known[name] for name, tensor in module_state(gm).items())
 
 
