@@ -90,3 +90,10 @@ def test_nothing_is_swallowed():
                 assert node.type is not None, f"bare except in {path.name}"
                 assert not all(isinstance(s, ast.Pass) for s in node.body), f"swallowed in {path.name}"
     assert not [p for p in FILES if re.search(r"\b(TODO|FIXME|XXX)\b", p.read_text())]
+
+
+def test_no_file_of_tests_is_empty():
+    """pytest takes an emptied file without a word."""
+    files = list(Path(__file__).parents[1].rglob("test_*.py"))
+    assert len(files) > 300
+    assert not [path for path in files if "def test_" not in path.read_text()]
