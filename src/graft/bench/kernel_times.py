@@ -1,6 +1,8 @@
 """Where the time of a decode step goes, kernel by kernel; on a CPU op by op.
 
-Kernels come from torch's profiler over some steps in a row; the time of a step is taken without it. Programmatic
+Kernels come from torch's profiler over some steps in a row; the time of a step is taken without it. The prompts run
+once before: their blocks are found in the prefix cache, so that all requests begin to decode together, and a step in
+which one of them is missing is no measurement but an error. Programmatic
 dependent launch lets kernels overlap, so their sum may be more than the time in which the device was busy; both are
 given, and so are the gaps, in which it was not.
 """
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from graft.base.errors import OutOfCache
 from graft.base.timers import clocked, profile_events, synchronize
 from graft.bench.bench import prompts_for
 from graft.bench.kernel_bytes import kernel_bytes
@@ -22,6 +25,8 @@ from graft.bench.native_times import native_steps, watched
 from graft.bench.plan import Cell
 from graft.bench.roofline import Roofline
 from graft.bench.traffic import cache_bytes, graph_weight_bytes, weight_bytes
+from graft.engine.core import Request
+from graft.engine.engine import Engine
 from graft.engine.llm import LLM
 from graft.engine.params import SamplingParams
 
@@ -81,19 +86,50 @@ def kernel_times(llm: LLM, cell: Cell, steps: int, roofline: Roofline) -> StepTi
     steps = max(1, min(steps, room // 2))
     device = llm.device
     calls = prompts_for(llm.model, cell)
-    params = SamplingParams(max_tokens=2 * steps + UNTIMED_TOKENS, ignore_eos=True)
+    prompts = [next(calls) for _ in range(cell.batch)]
     with llm.held() as engine:  # the profiler sees the thread that started it
-        requests = [engine.add(next(calls), params) for _ in range(cell.batch)]
+        entering = run_prompts(engine, prompts)
+        params = SamplingParams(max_tokens=2 * steps + UNTIMED_TOKENS + entering, ignore_eos=True)
+        requests = [engine.add(prompt, params) for prompt in prompts]
         try:
             while any(not request.new_tokens for request in requests):
                 engine.step()
             run_steps(llm, WARM_UP_STEPS, device)
+            began = sum(len(request.new_tokens) for request in requests)
             wall = run_steps(llm, steps, device) / steps * 1e6
             launches = profiled(llm, steps, device)
+            check_whole(engine, requests, cell, 2 * steps * cell.batch + began)
+            context = cell.prompt + began / cell.batch + steps
         finally:
             engine.abort(requests)
-    context = cell.prompt + 1 + WARM_UP_STEPS + steps
     return summary(llm, cell, steps, context, wall, launches, roofline)
+
+
+def run_prompts(engine: Engine, prompts: Sequence[Sequence[int]]) -> int:
+    """A token of each; nothing of them but their blocks is left. The steps that it took."""
+    requests = [engine.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True)) for prompt in prompts]
+    steps = 0
+    try:
+        while not engine.idle:
+            engine.step()
+            steps += 1
+    finally:
+        engine.abort(requests)
+    return steps
+
+
+def check_whole(engine: Engine, requests: Sequence[Request], cell: Cell, expected: int) -> None:
+    """expected: tokens, if every step gave one to every request; the host may be a step behind the device."""
+    failed = next((request.error for request in requests if request.error is not None), None)
+    if failed is not None:
+        raise failed
+    found = sum(len(request.new_tokens) for request in requests)
+    if found < expected - 2 * cell.batch:
+        raise OutOfCache(
+            f"of a batch of {cell.batch} not every request decoded in every step: {found} tokens came of {expected}, "
+            f"with {engine.stats.preemptions} preemptions; raise --max-num-seqs or --kv-cache-memory, or take a smaller "
+            "--batch or a shorter --prompt"
+        )
 
 
 def run_steps(llm: LLM, steps: int, device: torch.device) -> float:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import graft
 from graft.backends.native.call import RegionCall
+from graft.base.errors import OutOfCache
 from graft.bench import kernel_bytes
 from graft.bench.kernel_bytes import WeightRead, linear_weights, weights_read
 from graft.bench.kernel_times import (
@@ -187,6 +188,31 @@ def test_a_step_on_a_cpu_by_op():
     assert products == 9, "two layers of four merged linears, and the head"
     assert engine().engine.idle, "its requests are gone"
     assert kernel_times(engine(), Cell(1, 240), 50, ROOF).steps == (256 - 240 - 7) // 2, "the context ends"
+
+
+def test_every_timed_step_has_the_whole_batch(monkeypatch):
+    """Prompts of a large batch take many steps, in which those that came first would decode, and end, before the last
+    begins: the table of 448 sequences was one of 64, 32 and 16."""
+    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="eager", max_num_batched_tokens=32)
+    rows: list[int] = []
+    step_with = llm.engine.step
+
+    def step():
+        grown = step_with()
+        rows.append(len(llm.engine.scheduler.running))
+        return grown
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    found = kernel_times(llm, Cell(12, 40), 5, ROOF)
+    assert found.steps == 5 and rows[-10:] == [12] * 10 and len(rows) > 15 + 10, "prompts took 15 steps"
+    assert 40 + 1 + 3 + 5 <= found.context < 40 + 1 + 3 + 5 + 12
+
+
+def test_a_batch_that_does_not_run_at_once_is_an_error():
+    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="eager", max_num_seqs=4)
+    with pytest.raises(OutOfCache, match="of a batch of 6 not every request decoded in every step"):
+        kernel_times(llm, Cell(6, 16), 5, ROOF)
+    assert llm.engine.idle
 
 
 @needs_compiler
