@@ -127,8 +127,8 @@ def check_whole(engine: Engine, requests: Sequence[Request], cell: Cell, expecte
     if found < expected - 2 * cell.batch:
         raise OutOfCache(
             f"of a batch of {cell.batch} not every request decoded in every step: {found} tokens came of {expected}, "
-            f"with {engine.stats.preemptions} preemptions; raise --max-num-seqs or --kv-cache-memory, or take a smaller "
-            "--batch or a shorter --prompt"
+            f"with {engine.stats.preemptions} preemptions; raise --max-num-seqs or --kv-cache-memory, or take a "
+            "smaller --batch or a shorter --prompt"
         )
 
 
