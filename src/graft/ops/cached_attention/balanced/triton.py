@@ -1,12 +1,15 @@
 """Attention of one new token a sequence, for many sequences: the tiles of all contexts shared out evenly.
 
-    sequences and heads, one behind another   |--- 0 ---|-- 1 --|------- 2 -------|- 3 -|…
-    programs, as many as run at once          |  a   |  b   |  c   |  d   |  e   |…
+    contexts, one behind another   |--- 0 ---|-- 1 --|------- 2 -------|- 3 -|…
+    shares                         |  a   |  b   |  c   |  d   |  e   |…
 
 A program for each sequence and key-value head leaves the device with its last ones: 448 sequences of 8 heads are 3.02
-times what runs at once, so that a quarter of the time is for few. Here a program takes as many tiles as every other,
-the end of one context and the beginning of the next. A context that lies in several programs is put together by the
-one of them that ends last.
+times what runs at once, so that a quarter of the time is for few. Here a share has as many tiles as every other, the
+end of one context and the beginning of the next, and a program for each key-value head; together they are as many as
+run at once. A context that lies in several shares is put together by the program that ends last.
+
+The heads of a share read the same tokens at the same time, and those lie beside each other: programs with a head of
+their own each would have eight times as many pages of memory open.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ WARPS = 8  # of an SM, two for each of its schedulers: with 7 or 11 the schedule
 REGISTERS = 248  # of a thread; eight warps leave 256
 SM_SHARED = 227 * 1024
 SCRATCH = 4096  # bytes of a program beside its tiles
+# Tiles that a context costs beside its own: its queries come, its result goes. 3.5 us for a row of padding, which has
+# one token, while a tile takes 2.2: without this 64 of them behind 448 sequences of 2,900 took 1,072 us and not 684.
+BESIDE = tl.constexpr(1)
 TILE = 16  # keys, twice as many in float8
 FEW_ROWS, MOST_ROWS = 128, 1024  # sequences: every program adds up the tiles of all; a kernel for each number
 
@@ -56,31 +62,37 @@ def context_of(seq_lens, row, window, TILE: tl.constexpr, HAS_WINDOW: tl.constex
 
 
 @triton.jit
-def share_of(program, programs, tiles):
-    """The first tile of a program's share. 64 bits: tiles of all contexts times programs."""
-    return (program.to(tl.int64) * tiles // programs).to(tl.int32)
+def first_of(share, shares, tiles):
+    """The first tile of a share. 64 bits: tiles of all contexts times shares."""
+    return (share.to(tl.int64) * tiles // shares).to(tl.int32)
 
 
 @triton.jit
-def owner_of(tile, programs, tiles):
-    """The program whose share a tile is in."""
-    return (tl.cdiv((tile.to(tl.int64) + 1) * programs, tiles) - 1).to(tl.int32)
+def owner_of(tile, shares, tiles):
+    """The share that a tile is in."""
+    return (tl.cdiv((tile.to(tl.int64) + 1) * shares, tiles) - 1).to(tl.int32)
+
+
+@triton.jit
+def slot_of(share, later, kv, KV: tl.constexpr):
+    """Where a share leaves what it has of a context: of the one that it begins with, or of a later one."""
+    return (2 * share + later.to(tl.int32)) * KV + kv
 
 
 @triton.jit
 def put_shares_together(
-    partial, stats, first, last, behind, sinks, live, d: tl.constexpr, D: tl.constexpr,
+    partial, stats, first, last, behind, kv, sinks, live, d: tl.constexpr, D: tl.constexpr, KV: tl.constexpr,
     GROUP_FEW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The result [group, D] of a context in the shares of programs first … last: of the first what it ended with, if
-    it began with something else (behind), of the others what they began with. Past the L1 cache: another SM may have
-    written it just now."""
+    """The result [group, D] of a context in the shares first … last: of the first what it ended with, if it began
+    with something else (behind), of the others what they began with. Past the L1 cache: another SM may have written
+    it just now."""
     dims, few = tl.arange(0, D), tl.arange(0, GROUP_FEW)
     best = tl.full([GROUP_FEW], LOWEST, tl.float32)
     total = tl.zeros([GROUP_FEW], tl.float32)
     result = tl.zeros([GROUP_FEW, D], tl.float32)
-    for program in range(first, last + 1):
-        slot = (2 * program + (behind & (program == first)).to(tl.int32)) * GROUP_FEW + few
+    for share in range(first, last + 1):
+        slot = slot_of(share, behind & (share == first), kv, KV) * GROUP_FEW + few
         own = tl.load(stats + 2 * slot, mask=live, other=LOWEST, cache_modifier=".cg")
         sums = tl.load(stats + 2 * slot + 1, mask=live, other=0.0, cache_modifier=".cg")
         at = partial + slot[:, None] * d + dims[None, :]
@@ -124,27 +136,27 @@ def attend(
 
 @triton.jit
 def leave_share(
-    best, total, result, partial, stats, out, counter, sinks, program, programs, tiles, began, at, context, own_tiles,
-    flat, d: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    best, total, result, partial, stats, out, counter, sinks, share, shares, tiles, began, context, own_tiles, kv,
+    flat, d: tl.constexpr, D: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr,
+    GROUP_PAD: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Stores what a share has of a context, and then, if it is the last, what the shares make. context: its first
     tile, in the order of all; flat: its first head."""
     group, few, dims = tl.arange(0, GROUP_PAD), tl.arange(0, GROUP_FEW), tl.arange(0, D)
-    slot = (2 * program + (at != began).to(tl.int32)) * GROUP_FEW + group
+    slot = slot_of(share, began < context - BESIDE, kv, KV) * GROUP_FEW + group
     inside = (group[:, None] < GROUP) & (dims[None, :] < d)
     tl.store(partial + slot[:, None] * d + dims[None, :], result, mask=inside)
     tl.store(stats + 2 * slot, best, mask=group < GROUP)
     tl.store(stats + 2 * slot + 1, total, mask=group < GROUP)
-    first = owner_of(context, programs, tiles)
-    last = owner_of(context + own_tiles - 1, programs, tiles)
+    first = owner_of(context, shares, tiles)
+    last = owner_of(context + own_tiles - 1, shares, tiles)
     tl.debug_barrier()  # all threads have stored before one of them says so
     if tl.atomic_add(counter, 1, sem="acq_rel") == last - first:
         tl.atomic_xchg(counter, 0)  # for the next call
-        behind = share_of(first, programs, tiles) != context
+        behind = first_of(first, shares, tiles) < context - BESIDE
         live = few < GROUP
         whole = put_shares_together(
-            partial, stats, first, last, behind, sinks + few, live, d, D, GROUP_FEW, HAS_SINKS
+            partial, stats, first, last, behind, kv, sinks + few, live, d, D, KV, GROUP_FEW, HAS_SINKS
         )
         position = out + (flat + few)[:, None] * d + dims[None, :]
         tl.store(position, whole.to(out.dtype.element_ty), mask=live[:, None] & (dims[None, :] < d))
@@ -164,27 +176,26 @@ def balanced_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     every = tl.arange(0, ROWS_PAD)
     _, _, _, each = context_of(seq_lens, tl.minimum(every, rows - 1), window, TILE, HAS_WINDOW)
-    counts = tl.where(every < rows, KV * each, 0)
+    counts = tl.where(every < rows, each + BESIDE, 0)
     tiles = tl.sum(counts)
-    program, programs = tl.program_id(0), tl.minimum(tl.num_programs(0), tiles)
-    if program >= programs:
+    kv, share = tl.program_id(0) % KV, tl.program_id(0) // KV
+    shares = tl.minimum(tl.num_programs(0) // KV, tiles)
+    if share >= shares:
         return
-    at, end = share_of(program, programs, tiles), share_of(program + 1, programs, tiles)
+    at, end = first_of(share, shares, tiles), first_of(share + 1, shares, tiles)
     began, ends = at, tl.cumsum(counts)
     row = tl.sum((ends <= at).to(tl.int64))
-    start = tl.sum(tl.where(ends <= at, counts, 0))  # of its tiles, in the order of all
+    context = tl.sum(tl.where(ends <= at, counts, 0)) + BESIDE  # its first tile, in the order of all
     length, first, begin, own_tiles = context_of(seq_lens, row, window, TILE, HAS_WINDOW)
     group, dims = tl.arange(0, GROUP_PAD), tl.arange(0, D)
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     caches = (k_cache, v_cache, s_block, s_token, s_head)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    while at < end:
-        kv = (at - start) // own_tiles
-        context = start + kv * own_tiles
-        taken = tl.minimum(end - at, context + own_tiles - at)
+    while tl.maximum(at, context) < end:
+        at, stop = tl.maximum(at, context), tl.minimum(end, context + own_tiles)
         low = begin + (at - context) * TILE
-        high = tl.minimum(low + taken * TILE, length)
+        high = tl.minimum(low + (stop - at) * TILE, length)
         table = block_tables + row * s_table
         newest = newest_of(caches, table, length, kv, BLOCK)
         source = q + (kv * GROUP + group)[:, None] * sq_h + row * sq_t
@@ -196,18 +207,18 @@ def balanced_kernel(
             d, D, BLOCK, TILE, HAS_WINDOW, HAS_SOFTCAP, ROTATES, ROUND, WIDE,
         )  # fmt: skip
         flat = (row * KV + kv) * GROUP
-        if taken == own_tiles:
+        if stop - at == own_tiles:
             whole = only_part(best, total, result, sinks + kv * GROUP + group, group < GROUP, HAS_SINKS)
             tl.store(out + (flat + group)[:, None] * d + dims[None, :], whole.to(out.dtype.element_ty), mask=q_mask)
         else:
             leave_share(
                 best, total, result, partial, stats, out, counters + row * KV + kv, sinks + kv * GROUP,
-                program, programs, tiles, began, at, context, own_tiles, flat,
-                d, D, GROUP, GROUP_FEW, GROUP_PAD, HAS_SINKS,
+                share, shares, tiles, began, context, own_tiles, kv, flat,
+                d, D, KV, GROUP, GROUP_FEW, GROUP_PAD, HAS_SINKS,
             )  # fmt: skip
-        at += taken
-        if at == start + KV * own_tiles:
-            row, start = row + 1, at
+        at = stop
+        if stop == context + own_tiles:
+            row, context = row + 1, stop + BESIDE
             length, first, begin, own_tiles = context_of(
                 seq_lens, tl.minimum(row, rows - 1), window, TILE, HAS_WINDOW
             )
@@ -225,14 +236,14 @@ def balanced(
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
     tile, warps, at_once = sizes_for(wide * q.element_size(), 1 + (k_cache.dtype is FP8))
-    programs = programs or at_once * processors(q.device)
+    shares = max((programs or at_once * processors(q.device)) // kv, 1)
     few = triton.next_power_of_2(h // kv)
     k, v, cos, sin = rotation or (q, q, q, q)
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
-    partial = torch.empty((2 * programs, few, d), dtype=torch.float32, device=q.device)
-    stats = torch.empty((2 * programs, few, 2), dtype=torch.float32, device=q.device)
+    partial = torch.empty((2 * shares, kv, few, d), dtype=torch.float32, device=q.device)
+    stats = torch.empty((2 * shares, kv, few, 2), dtype=torch.float32, device=q.device)
     pdl = pdl_supported(q.device)
-    balanced_kernel[(programs,)](
+    balanced_kernel[(shares * kv,)](
         q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device),
         block_tables, seq_lens, q if sinks is None else sinks, k, v, cos, sin,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
