@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,10 @@ IMPORTED = (
 
 
 PATH = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+
+
+def installed(name: str) -> bool:
+    return find_spec(name.partition(".")[0]) is not None
 
 
 def forks() -> bool:
@@ -168,7 +173,7 @@ def run(kind: str, rest: Sequence[str]) -> None:
 
 
 def main(listeners: Sequence[int], arguments: Sequence[str]) -> None:
-    for name in IMPORTED:
+    for name in filter(installed, IMPORTED):
         importlib.import_module(name)
     programs, *workers = [socket.socket(fileno=number) for number in listeners]
     if not workers:

@@ -113,5 +113,5 @@ class Forecast:
 
     def most_blocks(self, request: Request) -> int:
         """With those of its siblings, which count once more when they have joined it. Not one to spare: of 840
-        requests that fill the cache six would wait for all others to end, and then take as many steps by themselves."""
+        requests that fill the cache six would wait for all others to end, and then take 2,048 steps alone."""
         return self.manager.blocks_for(request.most_tokens) * (1 + len(request.siblings))

@@ -44,6 +44,7 @@ class DecompositionLevel:
 
 
 FAKE_TENSOR = "torch._subclasses.fake_tensor"  # a logger
+RETURN_INSTEAD = "return the new value from it, and write it after the call"
 EXPORT = DecompositionLevel("export")
 _level: ContextVar[DecompositionLevel] = ContextVar("decomposition_level", default=EXPORT)
 
@@ -94,12 +95,18 @@ def export_graph(
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
-        raise CaptureError(
-            f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
-        ) from error
+        raise CaptureError(why_not_captured(module, error)) from error
     gm = program_graph(program, module)
     refuse_new_generators(gm, generators)
     return gm
+
+
+def why_not_captured(module: torch.nn.Module, error: Exception) -> str:
+    text = f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
+    if "input mutation during higher order op" not in text:
+        return text
+    # torch 2.11 says so while it traces; newer ones leave it in the graph, where `write_inside` finds it
+    return f"a branch or body writes to what lives outside of it; {RETURN_INSTEAD}\n{text}"
 
 
 def taken_apart(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -144,7 +151,7 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
         attach_state(gm, name, buffer, persistent=name in program.state_dict)
     fill_values(gm)
     if written := write_inside(gm):
-        raise CaptureError(f"{written}; return the new value from it, and write it after the call")
+        raise CaptureError(f"{written}; {RETURN_INSTEAD}")
     objects = result_objects(gm.graph)
     canonicalize(gm)
     keep_results_apart(gm.graph, objects)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -17,6 +18,7 @@ from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
 from graft.ir.verify import GraphSnapshot
+from graft.ops import OPS
 from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, load_config
 from graft.passes.library import fuse_swiglu
@@ -366,6 +368,20 @@ def test_what_is_proved_is_marked_and_run_all_the_same(name, planted):
     assert match.proved.startswith(text) and bool(match.proved) == bool(text)
     assert match.numeric_check.trials > 50
     assert ("1 proved: " in checks_text([match])) == bool(text)
+
+
+@pytest.mark.parametrize("least", [None, 100], ids=["any size", "decides by the size"])
+def test_a_reference_that_decides_by_an_open_size_proves_nothing(least, planted, monkeypatch):
+    """It would be the same for some sizes alone."""
+    spec = OPS["swiglu"]
+
+    def reference(gate, up, *options):
+        return up if least is not None and gate.shape[0] >= least else spec.reference(gate, up, *options)
+
+    monkeypatch.setitem(OPS, "swiglu", replace(spec, reference=reference))
+    transform = pattern_transform(fuse_swiglu.plain, lambda gate, up: ops.swiglu(gate, up), GATED)
+    (match,) = planted(block_graph(), transform).matches
+    assert bool(match.proved) == (least is None)
 
 
 def test_the_report_and_what_is_explained_hold_what_is_proved():

@@ -7,8 +7,8 @@ far as the reference, and its record says so; the kernel that runs is checked nu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,10 +85,24 @@ class References:
 def no_new_guards(nodes: list[Node]) -> AbstractContextManager[Any]:
     modes = [mode for node in nodes if (mode := fake_mode(node)) is not None]
     environment = modes[0].shape_env if modes else None
+    if environment is None:
+        return nullcontext()
     make: Callable[[], AbstractContextManager[Any]] | None = getattr(environment, "error_on_new_guards", None)
-    if environment is not None and make is None:
-        raise NotProved("this version of torch does not tell when a reference decides by a size")
-    return make() if make is not None else nullcontext()
+    return refusing_guards(environment) if make is None else make()
+
+
+@contextmanager
+def refusing_guards(environment: Any) -> Iterator[None]:
+    """As error_on_new_guards, which torch 2.11 lacks: what it asks before it adds a guard raises."""
+
+    def refuse(expression: Any, value: Any) -> None:
+        raise RuntimeError(f"it decides by a size: {expression} == {value}")
+
+    environment._check_frozen = refuse
+    try:
+        yield
+    finally:
+        del environment._check_frozen
 
 
 def reference_scope(gm: GraphModule, outer: Scope, given: list[Node], expand: Any) -> tuple[Scope, list[Any]]:
