@@ -135,7 +135,7 @@ def traced_example(
     except PatternError:
         raise
     except Exception as error:  # a pattern is the user's code and may raise anything; the user's line is told
-        own = OWN_TENSOR if "DeviceMismatch" in type(error).__name__ else ""
+        own = OWN_TENSOR if "DeviceMismatch" in type(error).__name__ or "different devices" in str(error) else ""
         raise PatternError(
             f"pattern {function.__name__} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
             f" at {user_line(function, error)}; patterns are straight-line PyTorch on tensors, here of"
@@ -143,7 +143,7 @@ def traced_example(
         ) from error
 
 
-# traced tensors hold no values, so one that holds some cannot stand beside them
+# traced tensors hold no values, so one that holds some cannot stand beside them; torch 2.11 has no class for that
 OWN_TENSOR = "; a tensor that the pattern makes itself is none of the graph: take it as an argument, as constant(w)"
 
 
