@@ -80,7 +80,7 @@ if not FULL:
     providers._get_local_constants = lambda: providers._local_constants
 
 # the kit comes with graft when that is installed; from a checkout it is named here (under the same name: never twice)
-pytest_plugins = ["graft.testing.plugin", "pytester"]
+pytest_plugins = ["graft.testing.plugin", "pytester", "document_schemas"]
 FAMILIES = sorted(families())
 
 

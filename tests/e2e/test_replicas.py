@@ -17,6 +17,7 @@ import openai
 import pytest
 
 import graft
+from document_schemas import follows
 from serve_cases import PATIENCE, Served, http_client, poll, source, tiny_checkpoint
 
 pytest.importorskip("ray", reason="several replicas need graft[ray], which is not installed")
@@ -237,6 +238,7 @@ def test_an_upgrade_loses_no_request(llm, plain, server, folder, sessions, tmp_p
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE * 3)
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
+        assert follows(told) == "deploy"
         assert told["changed"] and told["status"] == "RUNNING" and told["replicas"]["EngineReplica"]["RUNNING"] == 2
 
     assert check_streams(llm, load_while(plain, llm, upgrade)) == 0

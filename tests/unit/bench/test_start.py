@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
+from typer.testing import CliRunner
 
 from graft.base.errors import GraftError
 from graft.bench import start
 from graft.bench.start import Start, StartTable, run
+from graft.cli.app import app
 
 NOW = "import time; print(time.monotonic())"
 
@@ -45,6 +48,16 @@ def test_kinds_are_set_beside_the_imports(monkeypatch):
     data = table.to_data()
     assert data["imports_seconds"] == 2.0 and data["starts"]["compiled engine"]["of_imports"] == 1.5
     assert data["starts"]["cold"]["seconds"] == (3.0,) and data["backend"] == "native"
+
+
+def test_the_command_prints_a_table_or_a_document(monkeypatch):
+    said = {"token": [1], "backend": "native", "device": "cpu", "phases": {"imports": 1.0}}
+    monkeypatch.setattr(start, "run", lambda *_: (3.0, said))
+    words = ["bench", "tiny-llama", "--start", "--repeats", "1", "--device", "cpu"]
+    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert told["schema"] == "bench-start/1" and told["starts"]["warm"]["median"] == 3.0
+    plain = CliRunner().invoke(app, words)
+    assert plain.exit_code == 0 and "compiled engine" in plain.stdout
 
 
 def test_another_token_is_an_error(monkeypatch):

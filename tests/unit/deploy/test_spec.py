@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -41,6 +43,17 @@ routing: {slack: 3}
     assert plan["serve"]["max_num_seqs"] == 8 and plan["serve"]["config"]["transforms"]
     assert "secret" not in told.stdout
     assert {"schema": "deploy-plan/1", **yaml.safe_load(deploy(tmp_path, text, "--dry-run").stdout)} == plan
+
+
+def test_what_runs_is_told_as_a_line_or_a_document(tmp_path, monkeypatch):
+    """What the cluster says is made up here; test_replicas.py has a real one."""
+    told = {"name": "graft", "url": "http://127.0.0.1:8000/v1", "changed": True, "status": "RUNNING",
+            "replicas": {"EngineReplica": {"RUNNING": 2}}, "lacking": {"CPU": 1.0}}  # fmt: skip
+    monkeypatch.setitem(sys.modules, "graft.deploy.run", SimpleNamespace(deploy=lambda spec, address: told))
+    text = "serve: {model: smollm2-135m}\nreplicas: 2\n"
+    assert json.loads(deploy(tmp_path, text, "--json").stdout) == {"schema": "deploy/1", **told}
+    plain = deploy(tmp_path, text).stdout
+    assert "has 1 CPU too few for 2 replicas" in plain and "is running at http://127.0.0.1:8000/v1" in plain
 
 
 @pytest.mark.parametrize(

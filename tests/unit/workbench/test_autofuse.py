@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
+from graft.cli.app import app
 from graft.workbench.autofuse import AutofuseRequest, CandidateOutcome, Ledger, autofuse, read_budget
 from graft.workbench.autofuse.engines import candidates_of
 from graft.workbench.autofuse.ledger import FILE, on_machine, open_ledger
@@ -166,6 +168,14 @@ def test_a_whole_run_and_one_that_goes_on(tmp_path):
     assert second.outcomes[0] == first.outcomes[0] and sum(one.decided for one in second.outcomes) == 2
     kept = [one.transform for one in second.kept]
     assert all((tmp_path / "tiny-fusions/src/tiny_fusions" / f"{name}.py").is_file() for name in kept)
+
+
+@pytest.mark.exhaustive
+def test_the_command_prints_one_document(tmp_path):
+    words = ["autofuse", "tiny-llama", "--steps", "1", "-o", str(tmp_path / "made"), "--device", "cpu", "--json"]
+    done = CliRunner().invoke(app, words)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert done.exit_code == 0 and told["schema"] == "autofuse/1" and told["package"] == str(tmp_path / "made")
 
 
 @pytest.mark.exhaustive

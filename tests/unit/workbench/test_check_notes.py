@@ -146,6 +146,11 @@ def test_a_patch_is_named_by_what_it_touches(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["check", "--since", "HEAD"])
     assert done.exit_code == 0 and "fuse_one: off → on in graft.yaml: × 1.2 on a CPU" in done.output
+    told = json.loads(CliRunner().invoke(app, ["check", "--since", "HEAD", "--json"]).stdout)
+    assert told["schema"] == "check-since/1" and [one["transform"] for one in told["toggles"]] == [
+        "fuse_one",
+        "fuse_two",
+    ]
     done = CliRunner().invoke(app, ["check", "--since", "nowhere"])
     assert done.exit_code == 2 and done.output.startswith("graft: error: --since: ")
     done = CliRunner().invoke(app, ["check", "fuse_rope", "--since", "HEAD", "--set", "a=b"])
