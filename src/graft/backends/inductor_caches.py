@@ -45,6 +45,9 @@ def without_caches() -> Iterator[None]:
         yield
 
 
+LOOKED_UP = "Inductor's caches: "  # how a note of one process's lookups begins
+
+
 @dataclass
 class Lookups:
     """Of one compilation. reasons: of bypasses, each once."""
@@ -58,7 +61,7 @@ class Lookups:
         if not told:
             return ""
         why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
-        return f"Inductor's caches: {', '.join(told)}{why}"
+        return f"{LOOKED_UP}{', '.join(told)}{why}"
 
 
 def word(kind: str, count: int) -> str:

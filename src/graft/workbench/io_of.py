@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from graft.api.artifact.format import MANIFEST
 from graft.api.load import load_compiled
 from graft.base.files import Progress
+from graft.base.manifest import MANIFEST
 from graft.ir.io.pytrees import nesting, result_names
 from graft.ir.nodes import placeholders
 from graft.memory.alias_map import state_records

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import graft.ops  # noqa: F401  registers graft's ops, which the graph calls
-from graft.api.artifact.format import STATE, WEIGHTS, Artifact, SavedGraph, file_names, read_manifest, text_file
+from graft.api.artifact.format import MODULE, STATE, WEIGHTS, Artifact, SavedGraph, file_names, text_file
 from graft.base.errors import ArtifactError, DumpError
-from graft.base.files import sha256
+from graft.base.manifest import OpenFolder
 from graft.ir.io.serial import graph_from_json
 from graft.ir.program.signature import Signature
 from graft.weights.named_tensors import unpack
@@ -20,14 +20,21 @@ from graft.weights.named_tensors import unpack
 
 def read_artifact(path: str | Path) -> Artifact:
     """The saved module as plain data: a graph with abstract values that can be lowered again, state as it was."""
-    folder = Path(path)
-    manifest = read_manifest(folder)
+    folder = OpenFolder(Path(path), MODULE)
+    try:
+        return checked_artifact(folder)
+    finally:
+        folder.close()
+
+
+def checked_artifact(folder: OpenFolder) -> Artifact:
+    manifest = folder.manifest
     for name in file_names(len(manifest["graphs"])):
-        check_file(folder / name, manifest["files"][name])
-    check_devices(folder, manifest["devices"])
-    weights = load_file(folder / WEIGHTS)
+        folder.take(name)
+    check_devices(folder.path, manifest["devices"])
+    weights = load_file(folder.path / WEIGHTS)
     # its own memory, not the file's
-    state = {key: tensor.clone() for key, tensor in load_file(folder / STATE).items()}
+    state = {key: tensor.clone() for key, tensor in load_file(folder.path / STATE).items()}
     current = {key.removeprefix("current/"): t for key, t in state.items() if key.startswith("current/")}
     initial = {key.removeprefix("initial/"): t for key, t in state.items() if key.startswith("initial/")}
     tensors = unpack(manifest["tensors"], weights, current)
@@ -41,31 +48,17 @@ def read_artifact(path: str | Path) -> Artifact:
     )
 
 
-def read_graph(folder: Path, number: int, tensors: dict[str, Any], extra: dict[str, Any]) -> SavedGraph:
+def read_graph(folder: OpenFolder, number: int, tensors: dict[str, Any], extra: dict[str, Any]) -> SavedGraph:
     def text(kind: str) -> str:
-        return (folder / text_file(kind, number)).read_text()
+        return folder.text(text_file(kind, number))
 
     try:
         gm = graph_from_json(text("graph"), tensors)
         signature = Signature.from_data(json.loads(text("signature")))
     except DumpError as error:
-        raise ArtifactError(folder / text_file("graph", number), str(error)) from error
+        raise ArtifactError(folder.path / text_file("graph", number), str(error)) from error
     aliases = tuple(tuple(alias) for alias in json.loads(text("aliases")))
     return SavedGraph(gm, signature, aliases, text("report"), extra)
-
-
-def check_file(file: Path, recorded: dict[str, Any]) -> None:
-    """Raises ArtifactError unless the file is what the manifest says."""
-    if not file.is_file():
-        raise ArtifactError(file, "is missing; copy the folder again or save the module again")
-    size = file.stat().st_size
-    if size != recorded["bytes"]:
-        what = "truncated" if size < recorded["bytes"] else "longer than it was"
-        raise ArtifactError(file, f"is {what}: {size} bytes instead of {recorded['bytes']}; copy the folder again")
-    if sha256(file) != recorded["sha256"]:
-        raise ArtifactError(
-            file, "was changed after it was saved (its sha256 is another); copy the folder again or save again"
-        )
 
 
 def check_devices(folder: Path, names: list[str]) -> None:

@@ -17,20 +17,10 @@ from safetensors.torch import save_file
 from torch.fx import GraphModule
 
 import graft
-from graft.api.artifact.format import (
-    FORMAT,
-    MANIFEST,
-    MARK,
-    STATE,
-    TEXTS,
-    WEIGHTS,
-    Artifact,
-    checksum,
-    file_names,
-    text_file,
-)
+from graft.api.artifact.format import MODULE, STATE, TEXTS, WEIGHTS, Artifact, text_file
 from graft.base.errors import ArtifactError, DumpError
-from graft.base.files import atomic_folder, is_disk_full, sha256
+from graft.base.files import atomic_folder, is_disk_full
+from graft.base.manifest import MANIFEST, is_marked, write_manifest
 from graft.ir.io.serial import graph_to_json
 from graft.ir.nodes import leaves
 from graft.ir.verify import module_state
@@ -56,9 +46,7 @@ def write_artifact(path: str | Path, artifact: Artifact, *, overwrite: bool = Fa
                 (folder / name).write_text(text)
             save_tensors(folder / WEIGHTS, packed.weights)
             save_tensors(folder / STATE, state_tensors(packed, artifact.initial))
-            manifest |= {"files": {name: fingerprint(folder / name) for name in file_names(len(artifact.graphs))}}
-            manifest |= {"sha256": checksum(manifest)}
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            write_manifest(folder, manifest, MODULE)
     except OSError as error:
         raise ArtifactError(target, f"cannot be written: {error}; nothing was left behind") from error
 
@@ -69,10 +57,6 @@ def graph_texts(artifact: Artifact, number: int) -> Iterator[tuple[str, str]]:
     yield text_file("signature", number), json.dumps(saved.signature.to_data(), indent=1)
     yield text_file("aliases", number), json.dumps([list(alias) for alias in saved.aliases], indent=1)
     yield text_file("report", number), saved.report
-
-
-def fingerprint(file: Path) -> dict[str, Any]:
-    return {"sha256": sha256(file), "bytes": file.stat().st_size}
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -95,21 +79,15 @@ def check_folder(target: Path, present: set[str], overwrite: bool) -> None:
         return
     ours = re.compile(rf"{MANIFEST}|{WEIGHTS}|{STATE}|({'|'.join(TEXTS)})(_\d+)?\.json")
     foreign = sorted(name for name in present if not ours.fullmatch(name))
-    if MANIFEST not in present or foreign or not is_ours(target / MANIFEST):
+    if MANIFEST not in present or foreign or not is_marked(target, MODULE):
         example = f", for example {foreign[0]}" if foreign else ""
         raise ArtifactError(target, f"holds files that graft did not write{example}; choose another path")
     if not overwrite:
         raise ArtifactError(target, "holds a saved module already; pass overwrite=True to replace it")
 
 
-def is_ours(manifest: Path) -> bool:
-    return f'"kind": "{MARK}"' in manifest.read_text(errors="replace")
-
-
 def describe(artifact: Artifact, packed: PackedTensors) -> dict[str, Any]:
     return {
-        "kind": MARK,
-        "format": FORMAT,
         "versions": {"graft": graft.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "backend": artifact.backend,
         "kernels": dict(artifact.kernels),
