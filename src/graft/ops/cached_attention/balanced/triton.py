@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.cached_attention.decode_call import decode_call
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import load_columns, only_part
 from graft.ops.cached_attention.tiles.triton import (
@@ -34,9 +35,7 @@ from graft.ops.cached_attention.tiles.triton import (
     seen_of,
     settled_columns,
 )
-from graft.ops.launch import counters, pdl_supported, processors
-from graft.ops.paged_cache import block_of
-from graft.weights.quantize import FP8
+from graft.ops.launch import counters, processors
 
 STAGES = 3
 WARPS = 8  # of an SM, two for each of its schedulers: with 7 or 11 the schedulers that have more end last
@@ -231,31 +230,20 @@ def balanced(
     programs: int | None = None,
 ) -> Tensor:  # fmt: skip
     """As split_kv (decode/triton.py). programs: else as many as run at once."""
-    _, h, n, d = q.shape
-    kv, wide = k_cache.shape[2], max(16, triton.next_power_of_2(d))
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
-    tile, warps, at_once = sizes_for(wide * q.element_size(), 1 + (k_cache.dtype is FP8))
+    call = decode_call(
+        q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, out, rotation
+    )  # fmt: skip
+    n, kv, few, d = q.shape[2], call.kv, call.few, q.shape[3]
+    tile, warps, at_once = sizes_for(call.row, call.twice)
     shares = max((programs or at_once * processors(q.device)) // kv, 1)
-    few = triton.next_power_of_2(h // kv)
-    k, v, cos, sin = rotation or (q, q, q, q)
-    strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((2 * shares, kv, few, d), dtype=torch.float32, device=q.device)
     stats = torch.empty((2 * shares, kv, few, 2), dtype=torch.float32, device=q.device)
-    pdl = pdl_supported(q.device)
     balanced_kernel[(shares * kv,)](
-        q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device),
-        block_tables, seq_lens, q if sinks is None else sinks, k, v, cos, sin,
-        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
-        scale, window or 0, softcap or 1.0, n, d=d, D=wide, KV=kv, TILE=tile,
-        ROWS_PAD=FEW_ROWS if n <= FEW_ROWS else MOST_ROWS,
-        GROUP=h // kv, GROUP_FEW=few, GROUP_PAD=max(8, few), BLOCK=block_of(k_cache),
-        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-        ROTATES=rotation is not None, ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype,
-        WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
-        launch_pdl=pdl, num_warps=warps, num_stages=STAGES, maxnreg=REGISTERS,
+        *call.caches, partial, stats, counters(n * kv, q.device), *call.others, n, KV=kv, TILE=tile,
+        ROWS_PAD=FEW_ROWS if n <= FEW_ROWS else MOST_ROWS, GROUP_PAD=max(8, few), **call.constants,
+        num_warps=warps, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
-    return out
+    return call.out
 
 
 def sizes_for(row: int, twice: int) -> tuple[int, int, int]:

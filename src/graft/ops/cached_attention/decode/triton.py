@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.cached_attention.balanced.triton import MOST_ROWS, balanced
+from graft.ops.cached_attention.decode_call import decode_call
 from graft.ops.cached_attention.early.triton import early_kernel
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
@@ -36,9 +37,8 @@ from graft.ops.cached_attention.tiles.triton import (
     seen_of,
     settled,
 )
-from graft.ops.launch import counters, pdl_supported, processors
+from graft.ops.launch import counters, processors
 from graft.ops.paged_cache import block_of
-from graft.weights.quantize import FP8
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
 FEW_PROGRAMS = 16  # sequences times key-value heads: with so few, a lean kernel
@@ -133,41 +133,30 @@ def split_kv(
     is written on the way; else that has been done. even: all contexts shared out evenly (balanced).
     """
     _, h, n, d = q.shape
-    kv, block = k_cache.shape[2], block_of(k_cache)
-    room = block_tables.shape[1] * block
+    kv, room = k_cache.shape[2], block_tables.shape[1] * block_of(k_cache)
     if even is None:
         even = splits is None and early is None and is_even(n, kv, room)
     if even:
         options = (window, softcap, sinks, out, rotation)
         return balanced(q, k_cache, v_cache, block_tables, seq_lens, scale, *options)
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
-    wide = max(16, triton.next_power_of_2(d))
+    call = decode_call(
+        q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, out, rotation
+    )  # fmt: skip
     early = is_early(n, kv, room) if early is None else early
     if early:
-        tile = max(16, min(EARLY_TILE, EARLY_BYTES // (wide * q.element_size())))
+        tile = max(16, min(EARLY_TILE, EARLY_BYTES // call.row))
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
         built: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
     else:
-        tile, built = tiles_for(n * kv, wide * q.element_size(), 1 + (k_cache.dtype is FP8))
+        tile, built = tiles_for(n * kv, call.row, call.twice)
         splits = splits or split_count(n, kv, q.device)
-    k, v, cos, sin = rotation or (q, q, q, q)
-    strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     stats = torch.empty((2, n, h, splits) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
-    pdl = pdl_supported(q.device)
     (early_kernel if early else split_kv_kernel)[(n, kv, splits)](
-        q, k_cache, v_cache, out, partial, stats, counters(n * kv if splits > 1 else 1, q.device),
-        block_tables, seq_lens, q if sinks is None else sinks, k, v, cos, sin,
-        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
-        scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
-        GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),
-        BLOCK=block, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None, ROTATES=rotation is not None,
-        ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
-        launch_pdl=pdl, **built,
+        *call.caches, partial, stats, counters(n * kv if splits > 1 else 1, q.device), *call.others, h,
+        TILE=tile, SPLITS=splits, GROUP_PAD=max(16, call.few), **call.constants, **built,
     )  # fmt: skip
-    return out
+    return call.out
 
 
 def tiles_for(programs: int, row: int, twice: int) -> tuple[int, dict[str, Any]]:
