@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from glob import escape
@@ -150,7 +152,11 @@ def new_folders(files: Iterable[Path]) -> list[Path]:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """What was at `target` is moved aside first and comes back if the new folder cannot take its place."""
+    """Where both cannot change places at once, what was at `target` is moved aside first, and comes back if the new
+    folder cannot take its place."""
+    if target.exists() and exchanged(temporary, target):
+        shutil.rmtree(temporary)  # what was there; `remove_stale` takes it away where this process is killed
+        return
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     replaced = target.exists()
     if replaced:
@@ -163,6 +169,14 @@ def put_in_place(temporary: Path, target: Path) -> None:
         raise
     if replaced:
         shutil.rmtree(old)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Whether two paths changed places in one call of the system (Linux): neither is missing at any time, whoever is
+    killed when."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def partial_path(target: Path) -> Path:

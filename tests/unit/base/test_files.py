@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
+from graft.base import files
 from graft.base.errors import DiskFull, ReportError
-from graft.base.files import atomic_file, disk_errors, partial_path, write_together, write_whole
+from graft.base.files import (
+    atomic_file,
+    atomic_folder,
+    disk_errors,
+    exchanged,
+    partial_path,
+    write_together,
+    write_whole,
+)
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -48,6 +57,25 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_pa
     live.write_text("half")
     write_whole(target, "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, "a.so"])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, at_once):
+    """Where the system can do it, without a moment in which there is none."""
+    one, other, target = (tmp_path / name for name in ("one", "other", "made"))
+    if not at_once:
+        monkeypatch.setattr(files, "exchanged", lambda one, other: False)
+    with atomic_folder(target) as folder:
+        (folder / "old").touch()
+    one.mkdir()
+    other.touch()
+    if at_once and not exchanged(one, other):
+        pytest.skip("this system, or this disk, cannot exchange two paths")
+    assert one.is_file() == other.is_dir() == at_once
+    monkeypatch.setattr(Path, "rename", None if at_once else Path.rename)
+    with atomic_folder(target) as folder:
+        (folder / "new").touch()
+    assert [path.name for path in target.iterdir()] == ["new"] and len([*tmp_path.iterdir()]) == 3
 
 
 @pytest.mark.parametrize("there", ["file/a.txt", "file/deep/a.txt"])
