@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.base.files import cache_folder, drop_folder, remove_leftovers
+from graft.base.files import cache_folder, drop_folder
+from graft.base.half_written import remove_leftovers
 from graft.base.manifest import LARGEST, MANIFEST
 
 

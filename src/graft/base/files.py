@@ -6,15 +6,14 @@ import ctypes
 import errno
 import hashlib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from glob import escape
 from pathlib import Path
 
 from graft.base.errors import DiskFull
+from graft.base.half_written import partial_path, remove_stale, writer
 
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR)
 Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
@@ -157,7 +156,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
     if target.exists() and exchanged(temporary, target):
         shutil.rmtree(temporary)  # what was there; `remove_stale` takes it away where this process is killed
         return
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    old = target.with_name(f".{target.name}.{writer()}.old")
     replaced = target.exists()
     if replaced:
         target.rename(old)
@@ -179,39 +178,9 @@ def exchanged(one: Path, other: Path) -> bool:
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
-def partial_path(target: Path) -> Path:
-    """Where this process writes what will be `target`."""
-    return target.with_name(f".{target.stem}.{os.getpid()}.partial{target.suffix}")
-
-
-def remove_stale(target: Path) -> None:
-    """Takes away what a killed process left behind."""
-    start, end = f".{target.stem}.", f".partial{target.suffix}"
-    for path in target.parent.glob(f"{escape(start)}*{escape(end)}"):
-        pid = path.name.removeprefix(start).removesuffix(end)
-        if not pid.isdigit() or Path(f"/proc/{pid}").exists():
-            continue
-        remove(path)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Takes away all that killed processes left half written or half removed in a folder of graft's own."""
-    for path in folder.glob(".*"):
-        found = re.fullmatch(r"\..*\.(\d+)\.(partial|old)(\..*)?", path.name)
-        if found and not Path(f"/proc/{found[1]}").exists():
-            remove(path)
-
-
-def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def drop_folder(path: Path) -> None:
     """Gone at once for those who look for it; one who has its files open keeps them."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+    aside = path.with_name(f".{path.name}.{writer()}.old")
     with locked_folder(path.parent):
         path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,10 +22,10 @@ from graft.base.files import (
     atomic_folder,
     disk_errors,
     exchanged,
-    partial_path,
     write_together,
     write_whole,
 )
+from graft.base.half_written import ABANDONED, machine, partial_path
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -51,12 +54,31 @@ def test_a_written_file_is_all_that_is_there(tmp_path_factory, content, name):
 
 
 def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_path):
-    target = tmp_path / "a.so"
-    stale, live = tmp_path / ".a.999999999.partial.so", tmp_path / f".a.{os.getppid()}.partial.so"
-    stale.write_text("half")
-    live.write_text("half")
+    """A process of another machine, or another container, that shares the disk may have any number."""
+    target, dead, there = tmp_path / "a.so", 999999999, machine()
+    live = [f"{os.getppid()}", f"{os.getppid()}-{there}-7f", f"{dead}-0123abcd-7f", "of-a-user"]
+    stale = [f"{dead}", f"{dead}-{there}-7f", f"{os.getppid()}-4567abcd-7f"]
+    for writer in (*live, *stale):
+        (tmp_path / f".a.{writer}.partial.so").write_text("half")
+    days_ago = time.time() - 2 * ABANDONED
+    os.utime(tmp_path / f".a.{stale[-1]}.partial.so", (days_ago, days_ago))
     write_whole(target, "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, "a.so"])
+    assert {path.name for path in tmp_path.iterdir()} == {"a.so", *(f".a.{writer}.partial.so" for writer in live)}
+
+
+def test_threads_that_write_the_same_file_do_not_meet(tmp_path):
+    target, both = tmp_path / "a.txt", threading.Barrier(2, timeout=60)
+
+    def write(text):
+        with atomic_file(target) as partial:
+            partial.write_text(text)
+            both.wait()
+            assert partial.read_text() == text
+            both.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(write, ("one", "other"))] == [None, None]
+    assert target.read_text() in ("one", "other") and [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -100,11 +122,12 @@ def test_full_disks_and_unwritable_folders_are_told_apart(tmp_path):
 
 
 def test_nobody_else_puts_files_in_place():
-    """`os.replace`, `Path.replace(path)` and temporary names are in base/files.py alone."""
+    """`os.replace`, `Path.replace(path)` and temporary names are in base/files.py and base/half_written.py alone."""
     root = Path(graft.__file__).parent
+    homes = {root / "base/files.py", root / "base/half_written.py"}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
-        if path == root / "base/files.py" or not (".partial" in text or "replace" in text):
+        if path in homes or not (".partial" in text or "replace" in text):
             continue
         for node in ast.walk(ast.parse(text)):
             named = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".partial")

@@ -15,7 +15,8 @@ import torch
 import graft
 from graft.base.caches import note_use
 from graft.base.errors import UsageError
-from graft.base.files import drop_folder, remove_leftovers
+from graft.base.files import drop_folder
+from graft.base.half_written import remove_leftovers
 from graft.base.manifest import OpenFolder
 from graft.base.plugins import STATE, Plugin
 from graft.engine.artifact import kept as keeping

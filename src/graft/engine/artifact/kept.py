@@ -17,7 +17,8 @@ from pathlib import Path
 
 from graft.base.caches import ENGINES
 from graft.base.device_memory import parse_size, size_text
-from graft.base.files import Progress, drop_folder, folder_bytes, remove_leftovers
+from graft.base.files import Progress, drop_folder, folder_bytes
+from graft.base.half_written import remove_leftovers
 from graft.engine.artifact.key import NoKey, config_part, engine_key, key_parts, model_part
 from graft.engine.artifact.request import EngineRequest
 from graft.engine.parts import EngineParts
