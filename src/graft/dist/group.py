@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,8 +85,8 @@ class TorchGroup:
             distributed.destroy_process_group()
 
 
-def connect(rank: int, world: int, backend: str, store: Any = None) -> TorchGroup:
-    """Meets the other ranks, at `store` or where the environment says (torchrun: MASTER_ADDR, MASTER_PORT)."""
+def connect(rank: int, world: int, backend: str, meeting: Callable[[], Any]) -> TorchGroup:
+    """Meets the other ranks at the store that `meeting` gives; it is not asked where there is no meeting."""
     for group in ranks.PROCESS:
         if isinstance(group, TorchGroup) and group.broken:
             group.leave()
@@ -94,25 +94,9 @@ def connect(rank: int, world: int, backend: str, store: Any = None) -> TorchGrou
         raise UsageError("this process is a rank of another model already; load one LLM with several ranks a process")
     if not distributed.is_available() or not available(backend):
         raise UsageError(f"this build of torch has no {backend}, which ranks exchange numbers with")
-    store = store if store is not None else launched_store(rank, world)
-    distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, store=store)
+    distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, store=meeting())
     messages = distributed.new_group(backend="gloo", timeout=IDLE)
     return TorchGroup(rank, world, backend, distributed.group.WORLD, messages)
-
-
-def launched_store(rank: int, world: int) -> Any:
-    """Where the ranks of torchrun meet. Made here, and not by init_process_group: one that fails in there leaves a
-    count behind, by which the groups of a later one have other names on each rank."""
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = distributed.TCPStore(host, int(port), world, is_master=hosts, timeout=STUCK, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        used = "EADDRINUSE" in str(error) or "in use" in str(error)
-        why = "the port is in use; set MASTER_PORT to another" if used else told
-        raise UsageError(f"the ranks cannot meet at {host}:{port}: {why}") from error
-    return distributed.PrefixStore("graft", store)
 
 
 def available(backend: str) -> bool:

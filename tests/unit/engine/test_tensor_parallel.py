@@ -18,6 +18,7 @@ import graft
 from conftest import tiny
 from graft.base.errors import EngineFailed, RankFailed, UsageError
 from graft.dist.group import connect
+from graft.dist.launcher import Launched, meeting_place
 from graft.dist.sizes import check_heads, possible_sizes
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
@@ -34,14 +35,13 @@ def start(family="llama", world=2, backend="eager", **options):
     return graft.LLM(f"tiny-{family}", tensor_parallel_size=world, backend=backend, **OPTIONS, **options)
 
 
-def test_a_port_in_use_is_told(monkeypatch):
+def test_a_port_in_use_is_told():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        found = Launched("torchrun", 0, 2, 0, 2, "127.0.0.1", taken.getsockname()[1])
         with pytest.raises(UsageError, match="the port is in use; set MASTER_PORT"):
-            connect(0, 2, "gloo")
+            connect(0, 2, "gloo", lambda: meeting_place(found))
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_two_ranks_from_their_start_to_their_end(tmp_path):
     with pytest.raises(UsageError, match="cannot be saved"):
         two.save(tmp_path / "engine")
     with pytest.raises(UsageError, match="a rank of another model already"):
-        connect(0, 2, "gloo")
+        connect(0, 2, "gloo", pytest.fail)
     killed(two)
 
 
@@ -198,6 +198,29 @@ def test_torchrun_starts_the_ranks_as_well():
         [sys.executable, *COMMAND, "--max-tokens", "6"], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[0] == alone.stdout.splitlines()[0]
+
+
+@pytest.mark.exhaustive
+def test_srun_starts_the_ranks_as_well():
+    """Two tasks of one node, with the variables that Slurm sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"JOB_ID": 7, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "NODEID": 0, "STEP_TASKS_PER_NODE": 2}
+    step = {**os.environ, "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(port)}
+    step |= {f"SLURM_{name}": str(value) for name, value in told.items()}
+    asked = [sys.executable, *COMMAND, "--max-tokens", "6"]
+    tasks = [
+        subprocess.Popen(
+            [*asked, "--tensor-parallel", "2"], stdout=subprocess.PIPE, text=True,
+            env={**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    answer, nothing = (task.communicate(timeout=300)[0] for task in tasks)
+    alone = subprocess.run(asked, capture_output=True, text=True, check=True)
+    assert [task.returncode for task in tasks] == [0, 0] and not nothing
+    assert answer.splitlines()[0] == alone.stdout.splitlines()[0]
 
 
 @pytest.mark.exhaustive

@@ -19,6 +19,7 @@ from graft import __version__
 from graft.base.errors import GraftError, RankFailed, UsageError
 from graft.base.files import Progress
 from graft.dist.group import TorchGroup, connect
+from graft.dist.launcher import Launched, launched, meeting_place
 from graft.dist.sizes import check_heads
 from graft.dist.workers import JOINING, Workers
 from graft.engine.artifact.request import EngineRequest, Starter
@@ -36,17 +37,17 @@ THREADS = "GRAFT_NUM_THREADS"
 
 
 def start_ranks(request: EngineRequest, progress: Progress | None) -> EngineParts:
-    """The engine of rank 0. In the other processes of torchrun this follows rank 0, and never returns."""
+    """The engine of rank 0. In the other processes of a launcher this follows rank 0, and never returns."""
     world = request.tensor_parallel_size
     check_early(str(request.model), world)
-    launched = launched_world()
-    if launched is None:
+    found = launched()
+    if found is None:
         return led(start_here(request, progress))
-    if launched != world:
+    if found.world != world:
         raise UsageError(
-            f"tensor_parallel_size is {world}, but torchrun started {launched} processes; the two must be equal"
+            f"tensor_parallel_size is {world}, but {found.by} started {found.world} processes; the two must be equal"
         )
-    return led(join_launched(request, progress))
+    return led(join_launched(request, found, progress))
 
 
 def led(parts: EngineParts) -> EngineParts:
@@ -73,13 +74,6 @@ def check_early(model: str, world: int) -> None:
         check_heads(AutoConfig.for_model(entry.family.model_type, **entry.settings), world, model)
 
 
-def launched_world() -> int | None:
-    """How many processes torchrun (or srun with its variables) started; None: nobody did."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    return int(os.environ["WORLD_SIZE"])
-
-
 def start_here(request: EngineRequest, progress: Progress | None) -> EngineParts:
     world = request.tensor_parallel_size
     device, backend, sharers = place_of(request.device, 0, world)
@@ -93,7 +87,7 @@ def start_here(request: EngineRequest, progress: Progress | None) -> EngineParts
     try:
         with told(workers), few_threads(threads):
             wait_for_all(store, workers, world)
-            group = met(workers, lambda: connect(0, world, backend, store))
+            group = met(workers, lambda: connect(0, world, backend, lambda: store))
             return build_rank(request, RankPlace(group, device, sharers, threads), progress, workers)
     except BaseException:
         workers.stop()
@@ -184,14 +178,12 @@ def few_threads(count: int | None) -> Iterator[None]:
             os.environ[THREADS] = before
 
 
-def join_launched(request: EngineRequest, progress: Progress | None) -> EngineParts:
-    world = request.tensor_parallel_size
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device, backend, sharers = place_of(request.device, local, sharing)
-    threads = threads_of_each(sharing) if backend == "gloo" else None
+def join_launched(request: EngineRequest, found: Launched, progress: Progress | None) -> EngineParts:
+    rank, world = found.rank, found.world
+    device, backend, sharers = place_of(request.device, found.local, found.sharing)
+    threads = threads_of_each(found.sharing) if backend == "gloo" else None
     with few_threads(threads):
-        group = connect(rank, world, backend)
+        group = connect(rank, world, backend, lambda: meeting_place(found))
         parts = build_rank(request, RankPlace(group, device, sharers, threads), None if rank else progress)
     if rank == 0:
         return parts

@@ -43,7 +43,7 @@ def work(rank: int, world: int, port: int, task: object) -> None:
         torch.set_num_threads(threads)
     store = torch.distributed.TCPStore(HOST, port, world, is_master=False)
     store.set(f"rank{rank}", "here")
-    group = connect(rank, world, backend, store)
+    group = connect(rank, world, backend, lambda: store)
     follow(build_rank(task, RankPlace(group, device, sharers, threads)).engine, group)
 
 
