@@ -42,6 +42,8 @@ def follows(found: Mapping[str, Any]) -> str:
 
 def watch() -> None:
     plain = documents.document
+    if plain.__name__ == "checked":  # a forked process is watched already
+        return
 
     def checked(name: str, data: Mapping[str, Any] | list[Any]) -> dict[str, Any]:
         found = plain(name, data)
@@ -57,10 +59,16 @@ def pytest_configure(config: pytest.Config) -> None:
         watch()
 
 
-def is_long(config: pytest.Config) -> bool:
-    """Whether this run has all tests."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return whole and not config.option.markexpr and not config.option.keyword
+def unmet(session: pytest.Session) -> list[str]:
+    """Of a run of all tests that came to its end: schemas that no document followed."""
+    config, known = session.config, find_spec("jsonschema") is not None and find_spec("mcp") is not None
+    whole = (
+        config.args_source is pytest.Config.ArgsSource.TESTPATHS and not session.shouldstop and not session.shouldfail
+    )
+    some = ("markexpr", "keyword", "deselect", "lf", "failedfirst", "collectonly", "maxfail", "stepwise")
+    if not known or not whole or any(config.getoption(name, None) for name in some):
+        return []
+    return sorted(set(documents.VERSIONS) - met)
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
@@ -69,13 +77,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["documents"] = sorted(met)
-    elif is_long(session.config) and find_spec("jsonschema") is not None and set(documents.VERSIONS) - met:
+    elif exitstatus != pytest.ExitCode.INTERRUPTED and (names := unmet(session)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if is_long(config) and (unmet := sorted(set(documents.VERSIONS) - met)):
-        terminalreporter.write_line(f"no test printed a document of docs/schemas: {', '.join(unmet)}", red=True)
+        print(f"\nno test printed a document of docs/schemas: {', '.join(names)}")

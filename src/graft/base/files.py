@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from graft.base.errors import DiskFull
-from graft.base.half_written import partial_path, remove_stale, writer
+from graft.base.half_written import partial_path, remove, remove_stale, writer
 
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR)
 Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
@@ -154,7 +154,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
     """Where both cannot change places at once, what was at `target` is moved aside first, and comes back if the new
     folder cannot take its place."""
     if target.exists() and exchanged(temporary, target):
-        shutil.rmtree(temporary)  # what was there; `remove_stale` takes it away where this process is killed
+        remove(temporary)  # what was there; `remove_stale` takes it away where this process is killed
         return
     old = target.with_name(f".{target.name}.{writer()}.old")
     replaced = target.exists()
@@ -167,7 +167,7 @@ def put_in_place(temporary: Path, target: Path) -> None:
             old.rename(target)
         raise
     if replaced:
-        shutil.rmtree(old)
+        remove(old)
 
 
 def exchanged(one: Path, other: Path) -> bool:

@@ -30,9 +30,22 @@ def writer() -> str:
 @cache
 def machine() -> str:
     """Names what the numbers of processes belong to: a container has numbers of its own."""
-    space = Path("/proc/self/ns/pid")
-    told = f"{platform.node()} {os.readlink(space) if space.is_symlink() else ''}"
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    told = f"{platform.node()} {space}"
     return hashlib.sha256(told.encode()).hexdigest()[:8]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):  # no process has a number beyond 32 bits
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 def is_gone(path: Path, process: str) -> bool:
@@ -40,7 +53,7 @@ def is_gone(path: Path, process: str) -> bool:
     nobody knows here: it is gone when nothing has been written for a day."""
     number, _, rest = process.partition("-")
     if not rest or rest.startswith(machine()):
-        return not Path(f"/proc/{number}").exists()
+        return not is_alive(int(number))
     try:
         return time.time() - path.stat().st_mtime > ABANDONED
     except OSError:

@@ -82,24 +82,24 @@ class StepTimes:
 
 def kernel_times(llm: LLM, cell: Cell, steps: int, roofline: Roofline) -> StepTimes:
     """`steps` decode steps by the clock, and as many under the profiler; fewer where the context ends."""
-    room = llm.model.context - cell.prompt - UNTIMED_TOKENS
-    steps = max(1, min(steps, room // 2))
     device = llm.device
     calls = prompts_for(llm.model, cell)
     prompts = [next(calls) for _ in range(cell.batch)]
     with llm.held() as engine:  # the profiler sees the thread that started it
-        entering = run_prompts(engine, prompts)
+        entering = steps_to_enter(engine, cell, run_prompts(engine, prompts))
+        room = llm.model.context - cell.prompt - UNTIMED_TOKENS - entering
+        steps = max(1, min(steps, room // 2))
         params = SamplingParams(max_tokens=2 * steps + UNTIMED_TOKENS + entering, ignore_eos=True)
         requests = [engine.add(prompt, params) for prompt in prompts]
         try:
             while any(not request.new_tokens for request in requests):
                 engine.step()
             run_steps(llm, WARM_UP_STEPS, device)
-            began = sum(len(request.new_tokens) for request in requests)
+            began = [len(request.new_tokens) for request in requests]
             wall = run_steps(llm, steps, device) / steps * 1e6
             launches = profiled(llm, steps, device)
-            check_whole(engine, requests, cell, 2 * steps * cell.batch + began)
-            context = cell.prompt + began / cell.batch + steps
+            check_whole(engine, requests, began, 2 * steps)
+            context = cell.prompt + sum(began) / cell.batch + steps
         finally:
             engine.abort(requests)
     return summary(llm, cell, steps, context, wall, launches, roofline)
@@ -118,17 +118,26 @@ def run_prompts(engine: Engine, prompts: Sequence[Sequence[int]]) -> int:
     return steps
 
 
-def check_whole(engine: Engine, requests: Sequence[Request], cell: Cell, expected: int) -> None:
-    """expected: tokens, if every step gave one to every request; the host may be a step behind the device."""
+def steps_to_enter(engine: Engine, cell: Cell, before: int) -> int:
+    """In how many steps all requests begin to decode: of a prompt that is in the cache the last block is computed
+    again. before: the steps that the prompts took at first, and take again without a prefix cache."""
+    if not engine.manager.prefix_reuse:
+        return before
+    return 1 + -(-cell.batch * engine.manager.block_size // engine.scheduler.max_num_batched_tokens)
+
+
+def check_whole(engine: Engine, requests: Sequence[Request], began: Sequence[int], steps: int) -> None:
+    """That every request got a token in every step; the host may be two steps behind the device. began: how many each
+    had before."""
     failed = next((request.error for request in requests if request.error is not None), None)
     if failed is not None:
         raise failed
-    found = sum(len(request.new_tokens) for request in requests)
-    if found < expected - 2 * cell.batch:
+    least = min(len(request.new_tokens) - before for request, before in zip(requests, began, strict=True))
+    if least < max(steps - 2, 1):
         raise OutOfCache(
-            f"of a batch of {cell.batch} not every request decoded in every step: {found} tokens came of {expected}, "
-            f"with {engine.stats.preemptions} preemptions; raise --max-num-seqs or --kv-cache-memory, or take a "
-            "smaller --batch or a shorter --prompt"
+            f"of a batch of {len(requests)} not every request decoded in every step: one got {least} tokens in"
+            f" {steps} steps, with {engine.stats.preemptions} preemptions; raise --max-num-seqs or --kv-cache-memory,"
+            " or take a smaller --batch or a shorter --prompt"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from starlette.types import Message, Scope
 from graft.base.errors import EngineGone
 from graft.deploy.directory import without_tokens
 from graft.deploy.names import directory_actor, this_replica
+from graft.dist.launcher import OWN
 from graft.serve.app import make_app
 from graft.serve.cache_events import EventReader
 from graft.serve.keep import EngineKeeper
@@ -26,6 +28,7 @@ AGAIN = 0.5  # seconds until a directory that is gone is looked for
 
 class EngineReplica:
     async def __init__(self, options: ServeOptions, application: str) -> None:
+        os.environ[OWN] = "none"  # it starts its ranks itself, also where srun started Ray
         self.keeper, self.name = EngineKeeper(options), this_replica()
         self.app, self.application = make_app(self.keeper.state), application
         self.warm = asyncio.Event()

@@ -13,6 +13,7 @@ from torch import distributed
 from graft.base.errors import UsageError
 from graft.dist.group import STUCK
 
+OWN = "GRAFT_LAUNCHER"  # none: a process below a launcher's, a replica on Ray, say, that is no rank of it
 PORTS = range(20_000, 30_000)  # of which a step of a Slurm job has one, the same on every machine
 
 
@@ -30,13 +31,15 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """None: nobody started this process as one of several."""
+    """None: nobody started this process as one of several, or GRAFT_LAUNCHER=none says that it stands for itself."""
+    if environment.get(OWN) == "none":
+        return None
     try:
         if "RANK" in environment and "WORLD_SIZE" in environment:
             return by_torchrun(environment)
         if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # not set in a script that sbatch runs
             return by_srun(environment)
-    except (KeyError, ValueError) as error:
+    except (LookupError, ValueError) as error:
         raise UsageError(f"the launcher's variables cannot be read: {type(error).__name__}: {error}") from error
     return None
 
@@ -73,10 +76,10 @@ def tasks_of_each(text: str) -> list[int]:
 
 def first_host(nodes: str) -> str:
     """`gpu[03-05,9],cpu1` → gpu03."""
-    read = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
+    read = re.match(r"(?:[^\[,]|\[\d[^\]]*\])+", nodes)
     if read is None:
         raise ValueError(f"{nodes!r} is no list of nodes")
-    return f"{read[1]}{read[2] or ''}{read[3]}"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", read[0])
 
 
 def meeting_place(found: Launched) -> Any:

@@ -32,6 +32,11 @@ def may_stop(request: Request) -> bool:
     return not params.ignore_eos or bool(params.stop or params.stop_token_ids)
 
 
+def to_come(request: Request) -> int:
+    """Samples of n > 1 that begin when its prompt is in the cache."""
+    return request.params.n - 1 if request.leader is None and request.length == len(request.prompt) else 0
+
+
 class OutputLengths:
     """Of the requests that ended lately, and what is to be expected of others."""
 
@@ -79,8 +84,15 @@ class Forecast:
         self.known: list[Need] | None = None
 
     def entered(self, request: Request) -> None:
-        self.utmost[request] = self.most_blocks(request)
-        self.total += self.utmost[request]
+        """Those of a sibling no longer count with the first of the samples."""
+        leader = request.leader
+        if leader is not None and leader in self.utmost:
+            self.count(leader, self.manager.blocks_for(leader.most_tokens))
+        self.count(request, self.most_blocks(request))
+
+    def count(self, request: Request, blocks: int) -> None:
+        self.total += blocks - self.utmost.get(request, 0)
+        self.utmost[request] = blocks
 
     def left(self, request: Request) -> None:
         self.total -= self.utmost.pop(request)
@@ -108,10 +120,9 @@ class Forecast:
     def needs(self, request: Request) -> list[Need]:
         """Of the request, and of siblings that wait for its prompt, which they will share."""
         remaining = self.lengths.remaining(request)
-        waiting = request.siblings if request.length == len(request.prompt) else ()
-        return [(request.length, remaining), *((0, remaining) for _ in waiting)]
+        return [(request.length, remaining), *((0, remaining) for _ in range(to_come(request)))]
 
     def most_blocks(self, request: Request) -> int:
-        """With those of its siblings, which count once more when they have joined it. Not one to spare: of 840
-        requests that fill the cache six would wait for all others to end, and then take 2,048 steps alone."""
-        return self.manager.blocks_for(request.most_tokens) * (1 + len(request.siblings))
+        """With those of its siblings. Not one to spare: of 840 requests that fill the cache six would wait for all
+        others to end, and then take 2,048 steps alone."""
+        return self.manager.blocks_for(request.most_tokens) * (1 + to_come(request))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import graft
-from graft.api.artifact import Artifact, SavedGraph, read_artifact, save, write_artifact
+from graft.api.artifact import Artifact, SavedGraph, load, read_artifact, save, write_artifact
 from graft.api.artifact.format import MODULE, file_names
 from graft.base import files
 from graft.base.errors import ArtifactError, CaptureError, DiskFull, DumpError
@@ -107,6 +107,24 @@ def test_another_format_version_says_what_to_do(saved):
     edit_manifest(saved, format="x")
     with pytest.raises(ArtifactError, match="format x"):
         graft.load(saved)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs a path of an open file")
+def test_a_module_that_is_replaced_while_it_is_read_is_one_or_the_other(saved, monkeypatch):
+    """Graphs, weights and state of the folder that was opened."""
+    before, opened = graft.load(saved), load.OpenFolder
+
+    class Replaced(opened):
+        def __init__(self, path, kind):
+            super().__init__(path, kind)
+            graft.compile(Counter(), (torch.ones(3),)).save(path, overwrite=True)
+
+    monkeypatch.setattr(load, "OpenFolder", Replaced)
+    while_replaced = graft.load(saved)
+    monkeypatch.undo()
+    weight = before.graph_module.weight
+    assert torch.equal(while_replaced.graph_module.weight, weight)
+    assert not torch.equal(graft.load(saved).graph_module.weight, weight)
 
 
 def test_a_manifest_with_a_wrong_hash(saved):

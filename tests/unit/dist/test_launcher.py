@@ -16,7 +16,7 @@ STEP = {
 
 
 def test_nobody_did():
-    assert launched({}) is None
+    assert launched({}) is None and launched({**STEP, "GRAFT_LAUNCHER": "none"}) is None
     assert launched({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None, "the script of sbatch"
     assert launched({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) is None, "graft starts its ranks itself"
 
@@ -37,7 +37,7 @@ def test_srun_did():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"SLURM_STEP_TASKS_PER_NODE": "x"}, {"SLURM_PROCID": ""}, {"SLURM_NODEID": "x"}, {"RANK": "a", "WORLD_SIZE": "2"}]
+    "wrong", [{"SLURM_STEP_TASKS_PER_NODE": "x"}, {"SLURM_PROCID": ""}, {"SLURM_NODEID": "x"}, {"SLURM_NODEID": "9"}, {"RANK": "a", "WORLD_SIZE": "2"}]
 )
 def test_variables_that_say_nothing_are_told(wrong):
     with pytest.raises(UsageError, match="the launcher's variables cannot be read"):
@@ -54,7 +54,7 @@ def test_tasks_of_each_node(parts):
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("a1", "a1"), ("a1,b2", "a1"), ("a[1,3]", "a1"), ("rack2-n[007-009].local,x", "rack2-n007.local"), ("a-b[12]", "a-b12")],
+    [("a1", "a1"), ("a1,b2", "a1"), ("a[1,3]", "a1"), ("rack2-n[007-009].local,x", "rack2-n007.local"), ("a-b[12]", "a-b12"), ("r[0-1]n[3-4],x", "r0n3")],
 )
 def test_the_first_machine_of_a_list(nodes, host):
     assert first_host(nodes) == host

@@ -128,19 +128,33 @@ def test_blocks_that_are_shared_count_once():
 
 
 def test_siblings_are_counted_with_the_first():
-    one, other = request(8, 40), request(8, 40)
-    one.siblings = [Request(one.prompt, one.params, leader=one) for _ in range(3)]
+    one, other = request(8, 40, n=4, temperature=1.0), request(8, 40)
     scheduler = made(blocks=40)
     scheduler.add(one)
     scheduler.add(other)
     scheduler.schedule()
     assert scheduler.running == [one]
     alone = made(blocks=40)
-    one.siblings, one.table = [], None
+    one = request(8, 40)
     alone.add(one)
     alone.add(other)
     alone.schedule()
     assert alone.running == [one, other]
+
+
+def test_siblings_that_joined_count_by_themselves():
+    """Four of twelve blocks each, when the first has its prompt in the cache and when it has shared it."""
+    scheduler, one = made(blocks=100), request(8, 40, n=4, temperature=1.0)
+    scheduler.add(one)
+    scheduler.schedule()
+    assert scheduler.forecast.total == 4 * 12
+    one.computed = 8
+    scheduler.manager.commit(one.table, one.tokens, 8)
+    for _ in range(3):
+        scheduler.join(Request(one.prompt, one.params, leader=one), one)
+    assert scheduler.forecast.total == 4 * 12 and len(scheduler.running) == 4
+    scheduler.drop(one)
+    assert scheduler.forecast.total == 3 * 12
 
 
 def test_what_is_expected_of_those_that_may_stop():

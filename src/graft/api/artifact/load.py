@@ -32,9 +32,9 @@ def checked_artifact(folder: OpenFolder) -> Artifact:
     for name in file_names(len(manifest["graphs"])):
         folder.take(name)
     check_devices(folder.path, manifest["devices"])
-    weights = load_file(folder.path / WEIGHTS)
+    weights = load_file(folder.checked_path(WEIGHTS))
     # its own memory, not the file's
-    state = {key: tensor.clone() for key, tensor in load_file(folder.path / STATE).items()}
+    state = {key: tensor.clone() for key, tensor in load_file(folder.checked_path(STATE)).items()}
     current = {key.removeprefix("current/"): t for key, t in state.items() if key.startswith("current/")}
     initial = {key.removeprefix("initial/"): t for key, t in state.items() if key.startswith("initial/")}
     tensors = unpack(manifest["tensors"], weights, current)

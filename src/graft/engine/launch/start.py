@@ -162,6 +162,12 @@ def threads_of_each(world: int) -> int:
     return max(1, thread_count() // world)
 
 
+def bound(found: Launched) -> bool:
+    """Whether this rank has cores of its own already (srun --cpus-per-task)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return found.by == "srun" and cores != os.cpu_count()
+
+
 @contextmanager
 def few_threads(count: int | None) -> Iterator[None]:
     """While rank 0 is built: what it makes keeps the number; torch has one number for each thread that calls it."""
@@ -180,8 +186,8 @@ def few_threads(count: int | None) -> Iterator[None]:
 
 def join_launched(request: EngineRequest, found: Launched, progress: Progress | None) -> EngineParts:
     rank, world = found.rank, found.world
-    device, backend, sharers = place_of(request.device, found.local, found.sharing)
-    threads = threads_of_each(found.sharing) if backend == "gloo" else None
+    device, backend, sharers = place_of(request.device, found.local, found.sharing, alone=found.by == "srun")
+    threads = threads_of_each(1 if bound(found) else found.sharing) if backend == "gloo" else None
     with few_threads(threads):
         group = connect(rank, world, backend, lambda: meeting_place(found))
         parts = build_rank(request, RankPlace(group, device, sharers, threads), None if rank else progress)

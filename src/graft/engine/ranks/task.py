@@ -27,10 +27,11 @@ class RankPlace:
         return self.group.world
 
 
-def place_of(device: str, local_rank: int, local_world: int) -> tuple[str, str, int]:
+def place_of(device: str, local_rank: int, local_world: int, alone: bool = False) -> tuple[str, str, int]:
     """The device of a rank, what it exchanges with, and how many share the device.
 
     `cuda` gives each rank a GPU of its own; `cuda:0` puts all on that one, over gloo: for tests of correctness.
+    alone: a launcher may have left this rank one GPU to see, its own (srun --gpus-per-task 1).
     """
     from graft.base.errors import UsageError
     from graft.models.places import resolve_device
@@ -41,9 +42,12 @@ def place_of(device: str, local_rank: int, local_world: int) -> tuple[str, str, 
     if found.index is not None and device != "auto" and ":" in device:
         return device, "gloo", local_world
     count = torch.cuda.device_count()
+    if count == 1 and local_world > 1 and alone:
+        return "cuda:0", "nccl", 1
     if count < local_world:
         raise UsageError(
             f"{local_world} ranks need {local_world} GPUs, and this machine has {count}; lower tensor_parallel_size,"
-            " start ranks on several machines (torchrun), or put all on one GPU with device='cuda:0', which is slow"
+            " start ranks on several machines (torchrun, srun), or put all on one GPU with device='cuda:0', which is"
+            " slow"
         )
     return f"cuda:{local_rank}", "nccl", 1

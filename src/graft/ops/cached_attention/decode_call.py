@@ -16,13 +16,12 @@ from graft.weights.quantize import FP8
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """caches: q, k_cache, v_cache, out, ahead of what a kernel has for itself; others: what follows it. wide: of a
-    head, padded; row: bytes of a key in the queries' dtype; twice: 2 for a float8 cache, of half the bytes."""
+    """caches: q, k_cache, v_cache, out, ahead of what a kernel has for itself; others: what follows it. few: queries
+    of a group, padded; row: bytes of a key in the queries' dtype; twice: 2 for a float8 cache, of half the bytes."""
 
     caches: tuple[Tensor, ...]
     others: tuple[Any, ...]
     constants: dict[str, Any]
-    heads: int
     kv: int
     few: int
     row: int
@@ -58,4 +57,4 @@ def decode_call(
         "WIDE": k_cache.numel() >= 1 << 31, "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     twice = 1 + (k_cache.dtype is FP8)
-    return DecodeCall((q, k_cache, v_cache, out), others, constants, h, kv, few, wide * q.element_size(), twice)
+    return DecodeCall((q, k_cache, v_cache, out), others, constants, kv, few, wide * q.element_size(), twice)
