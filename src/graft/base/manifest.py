@@ -6,6 +6,7 @@ parts, by several threads, while others do something else (`OpenFolder`).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -167,7 +168,8 @@ class OpenFolder:
         try:
             descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
-            raise ArtifactError(file, f"cannot be opened ({error.strerror}); {AGAIN}") from error
+            why = "it is a link, and links are not followed" if error.errno == errno.ELOOP else error.strerror
+            raise ArtifactError(file, f"cannot be opened ({why}); {AGAIN}") from error
         self.descriptors[name] = descriptor
         found = os.fstat(descriptor).st_size
         if found != size:

@@ -90,6 +90,13 @@ def test_truncated_longer_and_missing_files(saved, name):
         graft.load(saved)
 
 
+def test_files_that_are_links_are_not_followed(saved, tmp_path):
+    (saved / "graph.json").rename(tmp_path / "elsewhere.json")
+    (saved / "graph.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ArtifactError, match=r"graph\.json: cannot be opened \(it is a link"):
+        graft.load(saved)
+
+
 def test_weights_of_another_module_are_an_error(saved, tmp_path):
     graft.compile(Counter(), (torch.ones(3),)).save(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "weights.safetensors", saved / "weights.safetensors")

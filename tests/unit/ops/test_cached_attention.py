@@ -7,13 +7,23 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.ops import OPS, choose, launch
 from graft.ops.cached_attention import op as choice
 from graft.ops.cached_attention import triton as dispatch
-from graft.ops.cached_attention.balanced.triton import FEW_ROWS, MOST_ROWS, REGISTERS, balanced, sizes_for
+from graft.ops.cached_attention.balanced.triton import (
+    FEW_ROWS,
+    MOST_ROWS,
+    REGISTERS,
+    balanced,
+    first_of,
+    owner_of,
+    sizes_for,
+)
 from graft.ops.cached_attention.decode import triton as decode
 from graft.ops.cached_attention.existing import cached_attention_sdpa
 from graft.ops.cached_attention.reference import cached_attention
@@ -273,12 +283,22 @@ def test_wrong_even_shares_are_caught():
     assert torch.equal(out[0, 1], torch.zeros_like(out[0, 1])) and close(out[:, ::2], expected[:, ::2])
 
 
-@given(tiles=st.integers(1, 5000), programs=st.integers(1, 2000), seed=st.integers(0, 2**16))
-def test_the_owner_of_a_tile_has_it_in_its_share(tiles, programs, seed):
-    """As the kernel counts, in whole numbers."""
-    programs, tile = min(programs, tiles), seed % tiles
-    owner = -(-(tile + 1) * programs // tiles) - 1
-    assert owner * tiles // programs <= tile < (owner + 1) * tiles // programs
+@triton.jit
+def shares_kernel(firsts, owners, shares, tiles, N: tl.constexpr):
+    index = tl.arange(0, N)
+    tl.store(firsts + index, first_of(index, shares, tiles))
+    tl.store(owners + index, owner_of(index, shares, tiles))
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(tiles=st.integers(1, 500), shares=st.integers(1, 500))
+def test_the_owner_of_a_tile_has_it_in_its_share(tiles, shares):
+    shares = min(shares, tiles)
+    firsts, owners = (torch.zeros(512, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    run(shares_kernel[(1,)], firsts, owners, shares, tiles, N=512)
+    owner, tile = owners[:tiles].long(), torch.arange(tiles, device=DEVICE)
+    assert (firsts[owner] <= tile).all() and (tile < firsts[owner + 1]).all()
+    assert owner.unique().tolist() == list(range(shares)), "no share is empty"
 
 
 def test_many_sequences_with_room_for_long_contexts_are_shared_out_evenly():
