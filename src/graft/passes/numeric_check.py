@@ -287,13 +287,17 @@ class PairTrials:
 
 
 def own_dtype(boundary: Iterable[Node], old: Subprogram, new: Subprogram) -> torch.dtype | None:
-    """The coarsest floating dtype that the pair is given: that of the model. Others in it are on purpose."""
+    """The coarsest floating dtype that the pair is given: that of the model. Others in it are on purpose. None, which
+    is tried as it was recorded alone, for float32 that becomes complex: in 16 bits torch widens that by itself."""
     found = {value.dtype for node in boundary for value in leaves(val(node)) if isinstance(value, torch.Tensor)}
     for piece in (old, new):
         calls = (piece.calls[node] for node in piece.program if piece.boundary(node) is None)
         found |= {piece.attributes(str(call.target)).dtype for call in calls if call.op == "get_attr"}
     known = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return next((dtype for dtype in known if dtype in found), None)
+    own = next((dtype for dtype in known if dtype in found), None)
+    inside = (value for piece in (old, new) for node in piece.program for value in leaves(val(node)))
+    has_complex = any(isinstance(value, torch.Tensor) and value.is_complex() for value in inside)
+    return None if own is torch.float32 and has_complex else own
 
 
 def some(trials: Sequence[NumericTrial]) -> str:
