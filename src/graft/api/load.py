@@ -10,7 +10,6 @@ from graft.api.call_form import CallForm
 from graft.api.compiled import CompiledModule
 from graft.api.restart import Restart
 from graft.api.variant import Variant, VariantSettings, lower_variant
-from graft.backends.inductor_caches import LOOKED_UP
 from graft.base.errors import ArtifactError, DumpError
 from graft.capture.containers import Container
 from graft.memory.initial import Initial
@@ -53,8 +52,6 @@ def compiled_of(artifact: Artifact) -> CompiledModule:
 
 def load_graph(saved: SavedGraph, settings: VariantSettings, notes: tuple[str, ...]) -> Variant:
     before = Report.from_json(saved.report)
-    # Inductor's caches are those of this process
-    before = replace(before, notes=tuple(note for note in before.notes if not note.startswith(LOOKED_UP)))
     positions = saved.extra["returned"]
     returned = None if positions is None else tuple((path, number) for path, number in positions)
     variant = lower_variant(saved.graph_module, saved.signature, before, settings, returned)

@@ -75,11 +75,10 @@ class Variant:
 
     @property
     def report_now(self) -> Report:
-        """The report, with what was done since the graph was lowered."""
-        report = replace(self.report, notes=(*self.report.notes, *self.later()))
+        """The report, with what Inductor's pass did since the graph was lowered. `later` is this process's alone."""
         if self.fix is None:
-            return report
-        return replace(report, transforms={**report.transforms, FIX: self.fix.record})
+            return self.report
+        return replace(self.report, transforms={**self.report.transforms, FIX: self.fix.record})
 
     @property
     def names(self) -> list[str]:

@@ -45,9 +45,6 @@ def without_caches() -> Iterator[None]:
         yield
 
 
-LOOKED_UP = "Inductor's caches: "  # how a note of one process's lookups begins
-
-
 @dataclass
 class Lookups:
     """Of one compilation. reasons: of bypasses, each once."""
@@ -61,7 +58,7 @@ class Lookups:
         if not told:
             return ""
         why = f" ({'; '.join(self.reasons)})" if self.reasons else ""
-        return f"{LOOKED_UP}{', '.join(told)}{why}"
+        return f"Inductor's caches: {', '.join(told)}{why}"
 
 
 def word(kind: str, count: int) -> str:

@@ -153,11 +153,11 @@ def new_folders(files: Iterable[Path]) -> list[Path]:
 def put_in_place(temporary: Path, target: Path) -> None:
     """Where both cannot change places at once, what was at `target` is moved aside first, and comes back if the new
     folder cannot take its place."""
-    if target.exists() and exchanged(temporary, target):
+    replaced = target.exists()
+    if replaced and exchanged(temporary, target):
         remove(temporary)  # what was there; `remove_stale` takes it away where this process is killed
         return
     old = target.with_name(f".{target.name}.{writer()}.old")
-    replaced = target.exists()
     if replaced:
         target.rename(old)
     try:

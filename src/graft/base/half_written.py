@@ -43,7 +43,7 @@ def is_alive(process: int) -> bool:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):  # no process has a number beyond 32 bits
         return False
-    except OSError:  # somebody else's
+    except PermissionError:  # somebody else's
         return True
     return True
 

@@ -127,6 +127,7 @@ class PairTrials:
         self.declared = old.written() | new.written()
         # a table in 16 bits is as good as it gets there, and not in float32
         self.rounded = self.own in (torch.bfloat16, torch.float16) and rounds_weights(old, new)
+        self.widens = self.own is torch.float32 and becomes_complex(old)
         self.worst, self.worst_trial = Difference(), NumericTrial(dtype=self.own)
         self.skipped: dict[str, list[NumericTrial]] = {}
         self.tried: list[NumericTrial] = []
@@ -170,6 +171,9 @@ class PairTrials:
         )  # fmt: skip
 
     def try_one(self, trial: NumericTrial) -> None:
+        if self.widens and trial.dtype is not self.own:
+            self.skip(trial, "torch widens complex numbers of 16 bits by itself")
+            return
         retype = {self.own: trial.dtype} if self.own and trial.dtype and trial.dtype is not self.own else {}
         given = self.given if trial.values == ACTIVATIONS else {}
         weights = self.varied if trial.varied and self.varied else self.weights
@@ -287,17 +291,18 @@ class PairTrials:
 
 
 def own_dtype(boundary: Iterable[Node], old: Subprogram, new: Subprogram) -> torch.dtype | None:
-    """The coarsest floating dtype that the pair is given: that of the model. Others in it are on purpose. None, which
-    is tried as it was recorded alone, for float32 that becomes complex: in 16 bits torch widens that by itself."""
+    """The coarsest floating dtype that the pair is given: that of the model. Others in it are on purpose."""
     found = {value.dtype for node in boundary for value in leaves(val(node)) if isinstance(value, torch.Tensor)}
     for piece in (old, new):
         calls = (piece.calls[node] for node in piece.program if piece.boundary(node) is None)
         found |= {piece.attributes(str(call.target)).dtype for call in calls if call.op == "get_attr"}
     known = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    own = next((dtype for dtype in known if dtype in found), None)
-    inside = (value for piece in (old, new) for node in piece.program for value in leaves(val(node)))
-    has_complex = any(isinstance(value, torch.Tensor) and value.is_complex() for value in inside)
-    return None if own is torch.float32 and has_complex else own
+    return next((dtype for dtype in known if dtype in found), None)
+
+
+def becomes_complex(piece: Subprogram) -> bool:
+    values = (value for node in piece.program for value in leaves(val(node)))
+    return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
 
 
 def some(trials: Sequence[NumericTrial]) -> str:

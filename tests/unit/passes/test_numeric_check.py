@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
 from itertools import product
 
 import pytest
@@ -12,119 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graft.base.errors import TransformError
-from graft.ir.edit import Editor, second_module
+from graft.ir.edit import Editor
 from graft.ir.evaluate import INPUT_KINDS, RecordedCall, Subprogram, fill
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
-from graft.ir.verify import GraphSnapshot
-from graft.ops import OPS
-from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
-from graft.passes.config import PipelineConfig, load_config
-from graft.passes.library import fuse_swiglu
+from graft.passes.base import BaseTransform, Outcome
+from graft.passes.config import load_config
 from graft.passes.library.merge import linears as merge
-from graft.passes.library.norms import fuse_rms_norm
 from graft.passes.numeric.inputs import PieceWeights, TrialInputs
-from graft.passes.numeric.proofs import proof_of
-from graft.passes.numeric.sides import Sides
 from graft.passes.numeric.trials import NumericTrial
-from graft.passes.patterns import PatternTransform, Rewrite
 from graft.passes.pipeline import run_pipeline
-from graft.passes.registry import TransformRegistry
-from graft.passes.report import MatchRecord, Report, checks_text
-from graft.workbench.explain import explain_graph
+from graft.passes.report import MatchRecord, Report
+from numeric_cases import RIGHT, WRONG, block_graph, pattern_transform, planted_transform  # noqa: F401  (a fixture)
 
 aten, ops = torch.ops.aten, torch.ops.graft
-
-
-class Block(nn.Module):
-    """A norm, a gated projection and a rotary turn: one place for each of three fusions."""
-
-    def __init__(self, d=8, dtype=torch.float32):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(d).to(dtype))
-        self.gate, self.up = nn.Linear(d, d, False, dtype=dtype), nn.Linear(d, d, False, dtype=dtype)
-
-    def forward(self, x, cos, sin):
-        h = x.to(torch.float32)
-        h = self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-        h = F.silu(self.gate(h)) * self.up(h)
-        half = h.shape[-1] // 2
-        return h * cos + torch.cat((-h[..., half:], h[..., :half]), -1) * sin
-
-
-def block_graph(dtype=torch.float32, device="cpu"):
-    """A copy of its own, of what is captured once."""
-    return second_module(captured_block(dtype, device))
-
-
-@cache
-def captured_block(dtype, device):
-    with torch.device(device):
-        module, x = Block(dtype=dtype), torch.randn(2, 3, 5, 8).to(dtype)
-        angles = torch.randn(2, 1, 5, 8).to(dtype)
-    dynamic = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
-    return export_graph(module, (x, angles.cos(), angles.sin()), dynamic_shapes=(dynamic,) * 3)
-
-
-@pytest.fixture
-def planted():
-    """Runs one transform made for a test, with numeric checks or without."""
-    names = []
-
-    def run(gm, make, verify="matches", on_error="raise"):
-        cls = type("Planted", (make,), {"__doc__": "For a test."})
-        TransformRegistry.register("planted")(cls)
-        names.append("planted")
-        settings = {"planted": TransformConfig(Stage.MATCH, on_error=on_error)}
-        return run_pipeline(gm, PipelineConfig(settings, verify=verify)).transforms["planted"]
-
-    yield run
-    for name in names:
-        TransformRegistry._known.pop(name, None)
-
-
-def pattern_transform(pattern, replacement, shapes):
-    return type("Made", (PatternTransform,), {"rewrites": lambda self: [Rewrite(pattern, replacement, shapes)]})
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return ops.rope(x, cos, sin)
-
-
-def double_eps(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return ops.rms_norm(x, weight, 2 * eps)
-
-
-def no_eps(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return ops.rms_norm(x, weight, 0.0)
-
-
-def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return ops.rms_norm(x, weight, eps, 1.0, True)
-
-
-NORM, GATED = fuse_rms_norm.SHAPES, fuse_swiglu.SHAPES
-ROPE = {"x": "b h s d", "cos": "b 1 s d", "sin": "b 1 s d"}
-WRONG = {
-    "another eps": (fuse_rms_norm.rms_norm, double_eps, NORM),
-    "no eps": (fuse_rms_norm.rms_norm, no_eps, NORM),
-    "an offset": (fuse_rms_norm.rms_norm, offset, NORM),
-    "gate and up swapped": (fuse_swiglu.plain, lambda gate, up: ops.swiglu(up, gate), GATED),
-    "another activation": (fuse_swiglu.plain, lambda gate, up: ops.swiglu(gate, up, "gelu"), GATED),
-    "the other direction": (rotated, lambda x, cos, sin: ops.rope(x, cos, -sin), ROPE),
-    "cos and sin swapped": (rotated, lambda x, cos, sin: ops.rope(x, sin, cos), ROPE),
-}
-RIGHT = {
-    "norm": (fuse_rms_norm.rms_norm, fuse_rms_norm.fused, NORM),
-    "gated": (fuse_swiglu.plain, fuse_swiglu.fused, GATED),
-    "rope": (rotated, rope, ROPE),
-}
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "meta")], ids=str)
@@ -340,66 +240,3 @@ def test_what_follows_from_sizes_is_computed_and_not_made_up():
         and match.numeric_check is not None
         and match.numeric_check.error <= match.numeric_check.limit
     )
-
-
-# ── proofs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def commuted(gate: Tensor, up: Tensor) -> Tensor:
-    return up * F.silu(gate)
-
-
-def sigmoid_apart(gate: Tensor, up: Tensor) -> Tensor:
-    """The same number, rounded once more."""
-    return (gate * torch.sigmoid(gate)) * up
-
-
-PROOFS = {
-    "the same calls": (commuted, "the same operations in the same order"),
-    "an op": (lambda gate, up: ops.swiglu(gate, up), "the same operations in the same order, with graft::swiglu"),
-    "other calls": (sigmoid_apart, ""),
-}
-
-
-@pytest.mark.parametrize("name", PROOFS)
-def test_what_is_proved_is_marked_and_run_all_the_same(name, planted):
-    replacement, text = PROOFS[name]
-    (match,) = planted(block_graph(), pattern_transform(fuse_swiglu.plain, replacement, GATED)).matches
-    assert match.proved.startswith(text) and bool(match.proved) == bool(text)
-    assert match.numeric_check.trials > 50
-    assert ("1 proved: " in checks_text([match])) == bool(text)
-
-
-@pytest.mark.parametrize("least", [None, 100], ids=["any size", "decides by the size"])
-def test_a_reference_that_decides_by_an_open_size_proves_nothing(least, planted, monkeypatch):
-    """It would be the same for some sizes alone."""
-    spec = OPS["swiglu"]
-
-    def reference(gate, up, *options):
-        return up if least is not None and gate.shape[0] >= least else spec.reference(gate, up, *options)
-
-    monkeypatch.setitem(OPS, "swiglu", replace(spec, reference=reference))
-    transform = pattern_transform(fuse_swiglu.plain, lambda gate, up: ops.swiglu(gate, up), GATED)
-    (match,) = planted(block_graph(), transform).matches
-    assert bool(match.proved) == (least is None)
-
-
-def test_the_report_and_what_is_explained_hold_what_is_proved():
-    gm = block_graph()
-    config = load_config({"verify": "matches"})
-    explanation = explain_graph(gm, "fuse_swiglu", config, Context())
-    (match,) = explanation.matches
-    assert match.proved.endswith("with graft::swiglu by reference")
-    assert explanation.to_dict()["matches"][0]["proved"] == match.proved
-    report = run_pipeline(block_graph(), config)
-    assert '"proved": "the same operations' in report.to_json() and Report.from_json(report.to_json()) == report
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("name", ["gate and up swapped", "another activation", "another eps", "an offset"])
-def test_a_wrong_op_is_not_proved(name, planted):
-    """The proof reads the op's reference: other arguments are another function."""
-    gm = block_graph()
-    before = GraphSnapshot.take(gm)
-    (match,) = planted(gm, pattern_transform(*WRONG[name]), verify="structure").matches
-    assert not proof_of(*Sides.of(gm, before, [match]).pieces(match))
