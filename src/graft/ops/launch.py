@@ -20,6 +20,7 @@ import torch
 FLOAT8_CAPABILITY = (8, 9)
 HOPPER = (9, 0)
 RING = 1 << 16  # counters of a stream; calls take them in turn
+ALIGNED = 4  # counters, 16 bytes: Triton compiles a kernel once more for a pointer that is not aligned to them
 
 
 @dataclass
@@ -112,7 +113,7 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     own = ring(device)
     first = own.cursor if own.cursor + count <= RING else 0
-    own.cursor = first + count
+    own.cursor = first + -(-count // ALIGNED) * ALIGNED
     return own.zeros[first : first + count]
 
 

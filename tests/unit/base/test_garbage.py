@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from processes import run_python
 
 # in a process of its own: a test run has frozen what it imported, and would have to thaw it
@@ -19,6 +21,7 @@ class Node:
 
 gc.unfreeze()
 gc.collect()
+counted, gc.get_freeze_count = gc.get_freeze_count, lambda: counted() + BEGUN
 old = Node()
 found = weakref.ref(old)
 with old_objects_frozen():
@@ -27,21 +30,23 @@ with old_objects_frozen():
         pass
     new = weakref.ref(Node())
     gc.collect()
-    assert found() is not None and gc.get_freeze_count() > 0, "an inner block does not thaw"
+    assert found() is not None and counted() > 0, "an inner block does not thaw"
     assert new() is None
 gc.collect()
-assert found() is None and gc.get_freeze_count() == 0
+assert found() is None and counted() == 0
 try:
     with old_objects_frozen():
         1 / 0
 except ZeroDivisionError:
-    assert gc.get_freeze_count() == 0, "an error thaws"
+    assert counted() == 0, "an error thaws"
     print("through")
 """
 
 
-def test_what_is_old_waits_and_what_is_new_is_collected():
-    done = run_python("-c", PROGRAM)
+@pytest.mark.parametrize("begun", ["0", "375"])
+def test_what_is_old_waits_and_what_is_new_is_collected(begun):
+    """begun: objects that Python itself has frozen, as 3.12 does; nobody has asked for anything by that."""
+    done = run_python("-c", PROGRAM.replace("BEGUN", begun))
     assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr
 
 

@@ -95,12 +95,15 @@ def test_padding_of_more_tokens_than_a_table_has_blocks_for_takes_several_rows()
     assert llm.generate([[3] * 20], params)[0].token_ids == whole[0].token_ids and set(packed.made) == {1024}
 
 
-@pytest.mark.parametrize(("seqs", "tokens", "rows"), [(2, 600, 2 + 4), (4, 64, 4 + 1), (8, 5, 4 + 1)])
-def test_the_largest_step_is_padding_alone(seqs, tokens, rows):
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "room", "rows"),
+    [(2, 600, 192, 2 + 4), (2, 600, 160, 2 + 4), (4, 64, 192, 4 + 1), (4, 64, 17, 4 + 2), (8, 5, 192, 4 + 1)],
+)
+def test_the_largest_step_is_padding_alone(seqs, tokens, room, rows):
     """It runs on a GPU before anybody asks, so that its kernels are there."""
     llm = engine("llama", True, blocks=12, max_num_seqs=seqs, max_num_batched_tokens=max(tokens, 64))
     before = [tensor.clone() for tensor in llm.engine.tensors]
-    (logits,) = llm.engine.loop.packed.largest(tokens, 320)()
+    (logits,) = llm.engine.loop.packed.largest(tokens, 320, room)()
     assert logits.shape[1] == rows and logits.isfinite().all()
     for tensor, was in zip(llm.engine.tensors, before, strict=True):
         assert torch.equal(tensor[:12], was[:12]) and not torch.equal(tensor[12], was[12])

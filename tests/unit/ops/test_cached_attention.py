@@ -307,13 +307,14 @@ def test_many_sequences_with_room_for_long_contexts_are_shared_out_evenly():
     assert not rule(7, 8, 1 << 17) and not rule(8, 8, 2048) and not rule(MOST_ROWS + 1, 8, 1 << 17)
 
 
-@pytest.mark.parametrize("room", [2048, 8192])
-def test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_request(room):
-    """What the number of sequences decides: the constants that a kernel is compiled with."""
-    cache, tables = torch.empty(1, 16, 8, 16), torch.empty(1, room // 16)
+@pytest.mark.parametrize(("most", "kernels"), [(1024, 3), (2048, 3), (8192, 5)])
+def test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_request(most, kernels):
+    """What the number of sequences and the width of the tables, that of the longest context, decide: the constants
+    that a kernel is compiled with."""
+    cache = torch.empty(1, 16, 8, 16)
 
-    def kernel(n):
-        lens = torch.full((n, 2), 64)
+    def kernel(n, room):
+        lens, tables = torch.full((n, 2), 64), torch.empty(1, room // 16)
         if not dispatch.many_decode(n, cache, tables, lens):
             return "prefill"
         if decode.is_even(n, 8, room):
@@ -321,8 +322,10 @@ def test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_
         return str(decode.tiles_for(n * 8, 32, 1)), decode.split_count(n, 8, cache.device)
 
     with mock.patch.object(decode, "processors", lambda _: 132):
-        ahead = {kernel(n) for n in dispatch.decoding_counts(8, room)}
-        assert {kernel(n) for n in range(1, MOST_ROWS + 1)} == ahead and len(ahead) == 3
+        ahead = {kernel(*case) for case in dispatch.decoding_cases(8, most)}
+        rooms = {16, 512, min(most, 2048), min(most, 2064), most}
+        met = {kernel(n, room) for n in range(1, MOST_ROWS + 1) for room in rooms}
+        assert met == ahead and len(ahead) == kernels
 
 
 def test_programs_of_an_sm_fit_its_registers_and_shared_memory():

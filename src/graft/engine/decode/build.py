@@ -66,11 +66,15 @@ def make_loop(
 
 
 def first_runs(packed: PackedSteps, tokens: int, caches: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
-    """The largest step with prompts, beside as many sequences that decode as each of attention's kernels takes."""
-    from graft.ops.cached_attention.triton import decoding_counts
+    """The largest step with prompts, beside sequences that decode, with as many of them and tables as wide as each of
+    attention's kernels takes."""
+    from graft.ops.cached_attention.triton import decoding_cases
 
-    counts = sorted({count for cache in caches for count in decoding_counts(cache.shape[2], packed.span)})
-    return {f"{PROMPTS} beside {count} that decode": packed.largest(tokens, count) for count in counts}
+    cases = sorted({case for cache in caches for case in decoding_cases(cache.shape[2], packed.span)})
+    return {
+        f"{PROMPTS} beside {count} that decode, with room for {room} tokens": packed.largest(tokens, count, room)
+        for count, room in cases
+    }
 
 
 @torch.inference_mode()
@@ -80,7 +84,7 @@ def reserve(packed: PackedSteps, tokens: int, device: torch.device) -> str | Non
     (8B, 600 requests of 2048/128: twelve steps of 250 ms among 270 of 130). What is wrong, or None."""
     try:
         with torch.cuda.device(device):  # Triton launches on the current one
-            (logits,) = packed.largest(tokens, packed.requests)()  # [1, n, vocab]
+            (logits,) = packed.largest(tokens, packed.requests, packed.span)()  # [1, n, vocab]
             chosen = torch.empty(logits.shape[1], dtype=torch.int64, device=device)
             choose("greedy", chosen, logits[0], None)
             pinned = [host((1 << size,), torch.uint8, device) for size in PINNED_SIZES for _ in range(PINNED_EACH)]

@@ -119,15 +119,16 @@ class PackedSteps:
             self.out = torch.empty_like(logits[0])
         self.out.copy_(logits[0])
 
-    def largest(self, tokens: int, decoding: int) -> Callable[[], Any]:
+    def largest(self, tokens: int, decoding: int, room: int) -> Callable[[], Any]:
         """A step of so many tokens, all of them padding, that is launched and not captured: so many sequences that
-        decode, as far as there are rows for them, and prompts behind them."""
-        ones = min(self.requests, decoding, tokens - 1)
-        whole, rest = divmod(tokens - ones, self.span)
-        parts = [1] * ones + [self.span] * whole + [rest] * (rest > 0)
+        decode, as far as there are rows for them, and prompts behind them. room: tokens that a row of its tables has
+        blocks for."""
+        ones, width = min(self.requests, decoding, tokens - 1), -(-room // self.block_size)
+        whole, rest = divmod(tokens - ones, width * self.block_size)
+        parts = [1] * ones + [width * self.block_size] * whole + [rest] * (rest > 0)
         host = HostBatch().padded(tokens, len(parts), parts, self.padding, self.block_size)
         flat, at = host.flat()
-        tables = torch.full((len(parts), self.width), self.padding, device=self.device)
+        tables = torch.full((len(parts), width), self.padding, device=self.device)
         batch = views(on_host(flat, self.device).to(self.device), at, tables, host.host_lens())
         return lambda: self.graph(*batch.inputs(), *self.tensors)
 

@@ -79,12 +79,14 @@ def many_decode(n: int, cache: Tensor, block_tables: Tensor, lens_cpu: Tensor) -
     return n > 0 and (few_variants or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT)
 
 
-def decoding_counts(kv: int, room: int) -> tuple[int, ...]:
-    """Numbers of sequences that decode beside prompts, one for each kernel that may take them. room: tokens
-    that the tables have room for."""
+def decoding_cases(kv: int, room: int) -> tuple[tuple[int, int], ...]:
+    """Numbers of sequences that decode beside prompts, and tokens that the tables of the step have room for: a case
+    for each kernel that may take them. Tables are as wide as the longest context of a step needs, up to `room`."""
+    short = min(room, EVEN_CONTEXT)
+    cases = [(count, short) for count in (1, MANY_PROGRAMS // kv + 1, -(-MOST_PROGRAMS // kv))]
     if room > EVEN_CONTEXT:
-        return 1, -(-EVEN_PROGRAMS // kv), FEW_ROWS + 1
-    return 1, MANY_PROGRAMS // kv + 1, -(-MOST_PROGRAMS // kv)
+        cases += [(-(-EVEN_PROGRAMS // kv), room), (FEW_ROWS + 1, room)]
+    return tuple(cases)
 
 
 def one_part(n: int, cache: Tensor) -> bool:
