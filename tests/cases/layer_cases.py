@@ -12,6 +12,7 @@ from conftest import tiny
 from graft.capture.layer_entries import rewritten, with_bytes
 from graft.ir.io.serial import graph_to_json
 
+OF_EACH = ("layer_types", "mlp_layer_types", "no_rope_layers")
 COUNTS = ("num_hidden_layers", "n_layer")
 
 
@@ -21,7 +22,7 @@ def deep(family: str, layers: int = 12, **settings: Any) -> Any:
     config = model.config.to_dict()
     count = model.config.num_hidden_layers
     for key, value in config.items():
-        if key in ("layer_types", "mlp_layer_types") and isinstance(value, list) and len(value) == count:
+        if key in OF_EACH and isinstance(value, list) and len(value) == count:
             config[key] = (value * layers)[:layers]
     config |= {key: layers for key in COUNTS if key in config} | settings
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
+import pytest
 import torch
 
 from embedding_cases import LAST, embedder, hidden_states, unit
@@ -19,6 +20,7 @@ FAR = 2e-5
 TEXTS = ["the quick brown fox", "Hello, 你好 🙂", "naïve café and the lazy dog jumps over"]
 
 
+@pytest.mark.exhaustive
 def test_vectors_of_a_real_server(tmp_path):
     folder = embedder(tmp_path / "embedder", "qwen3", pooling=LAST, tie_word_embeddings=False, is_matryoshka=True)
     size = ("--runner", "pooling", "--dtype", "float32", "--backend", "eager", "--kv-cache-memory", "4MiB")

@@ -101,7 +101,7 @@ def test_a_copy_that_contiguous_makes_is_not_forgotten(backend):
         got, expected = make(), make()
         assert torch.equal(compiled(got, torch.ones(3, 4)), Contiguous()(expected, torch.ones(3, 4)))
         assert torch.equal(got, expected)
-    assert len(compiled.variants) == 2 and "not contiguous" in compiled.report.notes[-1]
+    assert len(compiled.variants) == 2 and any("not contiguous" in note for note in compiled.report.notes)
 
 
 def test_layouts_that_nobody_asks_for_need_no_variant():

@@ -98,7 +98,8 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(nothing_i
 @pytest.mark.exhaustive
 def test_the_command_exits_with_0_without_any_peer(nothing_installed, growing_clock, monkeypatch):
     made = engine()
-    monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: made)
+    monkeypatch.setattr("graft.engine.start.start_engine", lambda *_: None)
+    monkeypatch.setattr("graft.engine.llm.LLM.of", lambda _: made)
     monkeypatch.setattr("graft.bench.roofline.measure_roofline", lambda device, dtype: ROOF)
     small = ("--prompt", "8", "--new", "40", "--batch", "1", "--repeats", "1", "--threads", "1", "--json")
     done = CliRunner().invoke(app, ["bench", "tiny-smollm2", "--against", "llama.cpp,openvino", *small])

@@ -12,7 +12,7 @@ from graft.base.errors import CacheCorrupt
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.hashing import CachedBlock, block_hash
 from graft.engine.kv.manager import BlockManager
-from marks import examples, short
+from marks import FULL, examples, short
 
 
 @pytest.mark.parametrize("seed", short(range(24), *range(10)))
@@ -174,4 +174,4 @@ TestLife.settings = settings(max_examples=examples(120), stateful_step_count=40,
 
 
 def test_one_long_trace_holds_the_model():
-    random_trace(77, steps=5000)
+    random_trace(77, steps=5000 if FULL else 1500)

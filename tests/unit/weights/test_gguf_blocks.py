@@ -173,7 +173,9 @@ def test_rows_behind_parameters():
     assert held.of(both) == tuple(rows) and held.of(both[8:]) == (rows[1],)
     with pytest.raises(PackingError, match="no whole tensors"):
         held.of(both[4:])
+    before = both._version
     held.fill(both[8:])
+    assert both._version == before, "filling it in is no transform's writing into a weight"
     assert both not in held and bool((both[8:, :32] == 3).all()) and not both[:8].any()
 
 

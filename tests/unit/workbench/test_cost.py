@@ -14,6 +14,7 @@ from graft.passes.config import load_config
 from graft.passes.registry import TransformRegistry
 from graft.workbench.cost import Speed, StepShape
 from graft.workbench.cost_of import estimated_cost, machine_speed, measured_cost
+from marks import short
 
 SPEED = Speed(gb_per_s=2.0, launch_us=3.0, how="given")
 
@@ -82,7 +83,7 @@ def test_of_experts_those_that_are_reached_count():
     assert three.bytes == 4 * expert * 7 // 8 + 3 * (4 * (2 * 32 + 2) + 8 * 2)
 
 
-@pytest.mark.parametrize("backend", ["native", "eager"])
+@pytest.mark.parametrize("backend", short(["native", "eager"], "native"))
 def test_measured_kernels_have_times(backend):
     """Every kernel that runs; a chain of small ops that a native step computes is one."""
     found = measured_cost("tiny-gpt2", load_config(), StepShape(2, 8), "float32", "cpu", 2.0, 3.0, backend=backend)

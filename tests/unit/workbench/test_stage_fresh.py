@@ -34,6 +34,7 @@ def scaled(tmp_path):
     return f"{path}:Scaled"
 
 
+@pytest.mark.exhaustive
 def test_artifacts_serve_a_fresh_process(scaled):
     found = find_target(scaled)
     story = tell_story(found.function, found.calls, elsewhere=FreshRun(scaled, [8]))
