@@ -12,7 +12,7 @@ import torch
 
 from check_cases import LIST, capture_once, drop_meta, plant, refuse, scale
 from graft.base.errors import DumpError, UnknownTransform, UsageError
-from graft.models.registry import entries, families
+from graft.models.registry import families
 from graft.passes.base import Outcome
 from graft.passes.config import load_config
 from graft.passes.patterns import PatternTransform
@@ -108,8 +108,8 @@ def test_without_a_model_one_is_taken_that_matches(transform):
 @pytest.mark.exhaustive
 def test_a_model_of_real_size_is_checked_without_weights(monkeypatch):
     """Two layers of a model that is not called tiny."""
-    entry = entries()["tiny-llama"]
-    monkeypatch.setitem(entries(), "large", replace(entry, name="large"))
+    llama = families()["llama"]
+    monkeypatch.setitem(llama.models, "large", llama.tiny)
     report = checked(model="large")
     assert verdicts(report) == dict.fromkeys(LIST, "pass") and report.device == "meta"
     assert report.whole[0].verdict == "skip" and "would be random" in report.whole[0].reason

@@ -27,7 +27,7 @@ LIMIT = (
 
 
 SPLIT = ("llama", "gpt2", "qwen3-moe", "olmo-2")  # plain; biases; experts; norms over all heads
-WHOLE = ("deepseek-v2", "deepseek-v3", "bitnet")  # attention: latent; a norm between it and its output, over all heads
+WHOLE = ("deepseek-v2", "deepseek-v3", "bitnet")  # latent attention; a norm over all heads behind it
 
 
 def counts(part, *targets):
