@@ -121,13 +121,14 @@ def with_specials(values: torch.Tensor, kind: str) -> torch.Tensor:
 class Subprogram:
     """A part of a graph that computes `outputs` from the nodes where `boundary` names a shared node.
 
-    `calls` holds the whole graph.
+    `calls` holds the whole graph. `writes`: calls for what they write, not for their results.
     """
 
     outputs: tuple[Node, ...]
     calls: Mapping[Node, RecordedCall]
     attributes: Callable[[str], Any]
     boundary: Callable[[Node], Node | None]
+    writes: tuple[Node, ...] = ()
 
     def run(self, inputs: Inputs, call: Callable[..., Any]) -> list[Any]:
         """The outputs. `call(target, args, kwargs)` runs one op; it may write into what `inputs` gave."""
@@ -164,4 +165,4 @@ class Subprogram:
             given = leaves((made.args, made.kwargs)) if self.boundary(node) is None else ()
             return [leaf for leaf in given if isinstance(leaf, Node)]
 
-        return tuple(sorted(reached(self.outputs, reads), key=lambda node: self.calls[node].index))
+        return tuple(sorted(reached((*self.outputs, *self.writes), reads), key=lambda node: self.calls[node].index))

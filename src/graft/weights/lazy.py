@@ -113,7 +113,7 @@ class LazyWeights:
         for part in self.parts[storage_id(tensor)]:
             wide = unpack(pack_gguf(part.rows, part.quant))  # [rows, columns]
             shape = wide.t().shape if part.transposed else wide.shape
-            # of the whole storage, not of a view's part; by `data`, since nobody's values are overwritten: what checks
+            # of the whole storage, not of a view's part; by `data`: nobody's values are overwritten, and what checks
             # that transforms leave weights alone counts writes (ir/verify.py)
             target = tensor.data.as_strided(shape, (shape[1], 1), start)
             target.copy_(wide.t() if part.transposed else wide)

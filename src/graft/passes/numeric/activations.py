@@ -13,7 +13,7 @@ from graft.ir.effects import is_mutating
 from graft.ir.evaluate import Subprogram
 from graft.ops.layout import HostBatch, pack
 from graft.passes.numeric.execution import RUN_ERRORS, first_line, on_cpu
-from graft.passes.numeric.sides import Sides
+from graft.passes.numeric.sides import Sides, writing
 
 TOKENS, VOCABULARY = 12, 100  # no model has fewer tokens
 PARAMETERS = 200_000_000  # of a model whose graph is run for this
@@ -76,7 +76,9 @@ class PromptActivations:
         if self.writes:
             self.values.clear()
         state = self.sides.state.__getitem__
-        whole = Subprogram(tuple(wanted), self.sides.old, state, lambda n: n if n.op == "placeholder" else None)
+        old, last = self.sides.old, max((self.sides.old[node].index for node in wanted), default=0)
+        ahead = tuple(node for node in writing(old) if old[node].index < last)
+        whole = Subprogram(tuple(wanted), old, state, lambda n: n if n.op == "placeholder" else None, ahead)
         for node in whole.program:
             if node not in self.values:
                 self.values[node] = self.value(node)

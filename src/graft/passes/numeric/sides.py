@@ -6,7 +6,7 @@ the graph is covered; a node that reads something else without a match to accoun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node, map_arg
 from graft.base.errors import NumericCheckError
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.edit import attribute
-from graft.ir.effects import alias_sources
+from graft.ir.effects import alias_sources, is_mutating
 from graft.ir.evaluate import RecordedCall, Subprogram
 from graft.ir.nodes import leaves, tensor_val, val, where
 from graft.ir.verify import GraphSnapshot
@@ -88,9 +88,12 @@ class Sides:
             kept = node in self.old and node.name not in inside and is_value(node)
             return node if kept or node in others else None
 
-        old = Subprogram(tuple(outputs), self.old, self.state.__getitem__, old_boundary)
+        written = [
+            tuple(writing(graph, names)) for graph, names in ((self.old, record.replaced), (self.new, record.made))
+        ]
+        old = Subprogram(tuple(outputs), self.old, self.state.__getitem__, old_boundary, written[0])
         successors = tuple(self.successors[node] for node in outputs)
-        return old, Subprogram(successors, self.new, partial(attribute, self.gm), new_boundary)
+        return old, Subprogram(successors, self.new, partial(attribute, self.gm), new_boundary, written[1])
 
 
 def fixed_values(graph: Mapping[Node, RecordedCall]) -> set[Node]:
@@ -106,6 +109,11 @@ def fixed_values(graph: Mapping[Node, RecordedCall]) -> set[Node]:
 
 def views(graph: Mapping[Node, RecordedCall]) -> set[Node]:
     return {node for node, made in graph.items() if made.op == "call_function" and alias_sources(node)}
+
+
+def writing(graph: Iterable[Node], names: Collection[str] | None = None) -> Iterator[Node]:
+    """The calls that write into memory, of those with these names."""
+    return (node for node in graph if (names is None or node.name in names) and is_mutating(node))
 
 
 def is_value(node: Node) -> bool:

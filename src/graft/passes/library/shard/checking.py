@@ -76,7 +76,7 @@ def check_ranks(
         pieces = {other: side.pieces(by_name[record.name])[1] for other, (side, by_name) in parts.items()}
         pieces[rank] = new
         every = tuple(pieces[index] for index in sorted(pieces))
-        new = AllRanks(new.outputs, new.calls, new.attributes, new.boundary, every, rank)
+        new = AllRanks(new.outputs, new.calls, new.attributes, new.boundary, new.writes, every, rank)
         kind, trials = kind_of(old, new), PairTrials(old, new, record.anchor, most)
         if kind in known:
             trials.once()

@@ -6,11 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
 from torch.fx import GraphModule, Node
 
 from graft.ir.io.text import op_text
 from graft.ir.nodes import is_op, options_of, static_int, tensor_of, where
 from graft.ir.patterns.match import Refused
+from graft.passes.elementwise import is_pointwise
 from graft.passes.library.merge.stacking import is_parameter
 from graft.passes.library.shard.splits import (
     ATTENTION,
@@ -24,6 +26,8 @@ from graft.passes.library.shard.splits import (
     share,
     slice_args,
 )
+
+MUL, SWIGLU = torch.ops.aten.mul.Tensor, torch.ops.graft.swiglu.default
 
 
 @dataclass
@@ -72,11 +76,46 @@ def find_region(gm: GraphModule, row: Node, taken: Collection[Node], rank: int, 
     width = static_int(tensor_of(weight).shape[1 - outputs]) if tensor_of(weight).dim() == 2 else None
     if width is None:
         return None
+    attends, wanted = attention_above(x) is not None, AxisSplit(tensor_of(x).dim() - 1, share(width, rank, world))
+    region, stopped = walk_up(gm, row, x, wanted, taken, norms=attends or is_inner_norm(x))
+    if not region.columns and attends and stopped is not None:
+        raise stopped
+    if not region.columns:
+        return None
+    check(gm, region, width, world)
+    return region
+
+
+def is_inner_norm(x: Node) -> bool:
+    """Whether a row-split layer reads a norm of a gated product, as BitNet's do: nothing but column-split layers is
+    above it. A norm of the residual stream, or of one layer's result, is not worth a sum over the ranks."""
+    product = x.args[0] if is_op(x, RMS_NORM) else None
+    return is_op(product, MUL, SWIGLU) and linears_above(product) > 1
+
+
+def linears_above(node: Node) -> int:
+    """Linear layers that pointwise calls lead to; 0 where something else is on the way."""
+    found, seen, waiting = 0, set(), [node]
+    while waiting:
+        here = waiting.pop()
+        if here in seen or here.op == "get_attr":
+            continue
+        seen.add(here)
+        if is_op(here, *LINEARS):
+            found += 1
+        elif is_pointwise(here) or is_op(here, SWIGLU):
+            waiting += here.all_input_nodes
+        else:
+            return 0
+    return found
+
+
+def walk_up(
+    gm: GraphModule, row: Node, x: Node, split: AxisSplit, taken: Collection[Node], *, norms: bool
+) -> tuple[SplitRegion, Refused | None]:
+    """From the input of `row` to the layers whose columns are split, and what was first in the way."""
     region, stopped = SplitRegion(row), None
-    attends = attention_above(x) is not None
-    wanted: dict[Node, list[tuple[Node, AxisSplit]]] = {
-        x: [(row, AxisSplit(tensor_of(x).dim() - 1, share(width, rank, world)))]
-    }
+    wanted: dict[Node, list[tuple[Node, AxisSplit]]] = {x: [(row, split)]}
     while wanted:
         node = max(wanted)
         split = together(node, wanted.pop(node))
@@ -88,7 +127,7 @@ def find_region(gm: GraphModule, row: Node, taken: Collection[Node], rank: int, 
             region.columns.append(node)
             continue
         try:
-            needs = needs_of(node, split, attends=attends) if node.op == "call_function" else None
+            needs = needs_of(node, split, norms=norms) if node.op == "call_function" else None
         except Refused as refused:
             needs, stopped = None, stopped or refused
         if needs is None:
@@ -97,12 +136,7 @@ def find_region(gm: GraphModule, row: Node, taken: Collection[Node], rank: int, 
         region.needs[node] = needs
         for given, part in needs.items():
             wanted.setdefault(given, []).append((node, part))
-    if not region.columns and attends and stopped is not None:
-        raise stopped
-    if not region.columns:
-        return None
-    check(gm, region, width, world)
-    return region
+    return region, stopped
 
 
 def check(gm: GraphModule, region: SplitRegion, width: int, world: int) -> None:
@@ -158,7 +192,8 @@ def check_attention(row: Node, world: int) -> None:
 
 
 def attention_above(node: Node) -> Node | None:
-    """The attention that a row-split layer's input comes from: a norm on the way to it is one of heads."""
+    """The attention that a row-split layer's input comes from, itself or normed: other norms on the way are those of
+    the residual stream."""
     seen, waiting = set(), [node]
     while waiting:
         here = waiting.pop()
@@ -167,7 +202,7 @@ def attention_above(node: Node) -> Node | None:
         seen.add(here)
         if is_op(here, ATTENTION):
             return here
-        if is_op(here, *LINEARS, RMS_NORM):
+        if is_op(here, *LINEARS) or (is_op(here, RMS_NORM) and here is not node):
             continue
         waiting += here.all_input_nodes
     return None

@@ -19,7 +19,8 @@ aten, ops = torch.ops.aten, torch.ops.graft
 Ranges = tuple[tuple[int, int], ...]
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
-SLICE = aten.slice.Tensor
+SLICE, EXPAND = aten.slice.Tensor, aten.expand.default
+SIZED = (*RESHAPES, EXPAND)  # calls that are told the sizes of their result
 LINEARS = (aten.linear.default, aten.addmm.default)
 ATTENTION, RMS_NORM, LAYER_NORM = ops.attention.default, ops.rms_norm.default, ops.layer_norm.default
 
@@ -120,6 +121,13 @@ def slice_args(node: Node) -> tuple[int, int | None, int | None, int]:
     return dim, start, end, given["step"]
 
 
+def cat_needs(node: Node, split: AxisSplit) -> Needs:
+    given = options_of(node)
+    if given["dim"] % tensor_of(node).dim() == split.axis:
+        raise Refused(node, f"{where(node)} joins its parts along the axis that is split")
+    return dict.fromkeys(given["tensors"], split)
+
+
 def broadcast_needs(node: Node, split: AxisSplit) -> Needs:
     """Each argument at its place from the right; one that has a single element there is needed whole."""
     from_right = split.axis - tensor_of(node).dim()
@@ -166,6 +174,8 @@ RULES: Mapping[object, Callable[[Node, AxisSplit], Needs]] = {
     aten.permute.default: permute_needs,
     aten.unsqueeze.default: unsqueeze_needs,
     SLICE: slice_needs,
+    EXPAND: broadcast_needs,
+    aten.cat.default: cat_needs,
     aten.gelu.default: broadcast_needs,
     ops.swiglu.default: broadcast_needs,
     ops.rope.default: head_needs,
@@ -175,9 +185,10 @@ RULES: Mapping[object, Callable[[Node, AxisSplit], Needs]] = {
 }
 
 
-def needs_of(node: Node, split: AxisSplit, *, attends: bool = False) -> Needs | None:
-    """What the part of a call's result is computed from; None where no rule says. attends: below attention."""
-    if attends and is_op(node, RMS_NORM):
+def needs_of(node: Node, split: AxisSplit, *, norms: bool = False) -> Needs | None:
+    """What the part of a call's result is computed from; None where no rule says. norms: those over the axis that is
+    split are split as well."""
+    if norms and is_op(node, RMS_NORM):
         return norm_needs(node, split)
     rule = RULES.get(node.target) or (broadcast_needs if is_pointwise(node) and not is_random(node) else None)
     return None if rule is None else rule(node, split)

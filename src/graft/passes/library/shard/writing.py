@@ -11,7 +11,7 @@ from torch.fx import Node, map_arg
 from graft.ir.edit import Editor
 from graft.ir.nodes import is_op, options_of, tensor_of
 from graft.passes.library.shard.regions import SplitRegion, linear_parts
-from graft.passes.library.shard.splits import LINEARS, RESHAPES, RMS_NORM, SLICE, AxisSplit, slice_args
+from graft.passes.library.shard.splits import LINEARS, RMS_NORM, SIZED, SLICE, AxisSplit, slice_args
 from graft.passes.library.shard.weights import Shards
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -61,7 +61,7 @@ class Twins:
         args, kwargs = (
             map_arg(given, lambda n: self.parts[n] if n in needed else n) for given in (node.args, node.kwargs)
         )
-        if is_op(node, *RESHAPES):
+        if is_op(node, *SIZED):
             sizes = list(args[1])
             if sizes[split.axis] != -1:
                 sizes[split.axis] = split.size
