@@ -48,4 +48,4 @@ def batches(tables: Sequence[Table], route: str) -> Iterator[tuple[str, list[Pro
 
 def fits(program: Program, route: str) -> bool:
     expected = {**program.gaps, **program.refused}
-    return not ({"", route} & expected.keys() or program.dynamic or program.routes or program.config)
+    return not ({"", route} & expected.keys() or program.dynamic or program.routes or program.config or program.alone)

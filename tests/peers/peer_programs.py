@@ -30,6 +30,7 @@ class Program:
     layouts: bool = True  # whether strides are compared
     close: bool = False  # kernels round differently: to a tolerance instead of bit for bit
     config: Any = None  # for graft.compile and graft.Backend
+    alone: bool = False  # in no batch: there torch's own compiler may have it, or open sizes of others
 
     def make(self) -> Callable[..., Any]:
         """The function, or a module with the same weights each time."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext, tracing
@@ -80,6 +80,12 @@ def told_failures(compiled: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise GraphRefused(
                 f"Inductor cannot compile this program: {type(inner).__name__}: {inner}; backend='eager' runs it"
+            ) from error
+        except TorchRuntimeError as error:  # an operator that Dynamo cannot run with open sizes
+            said = next((line.strip() for line in str(error).splitlines() if "Explanation: " in line), str(error))
+            raise GraphRefused(
+                f"Inductor cannot compile this program: {said.partition('Explanation: ')[2] or said};"
+                " backend='eager' runs it"
             ) from error
         except AssertionError as error:
             if not str(error).startswith("expected size"):

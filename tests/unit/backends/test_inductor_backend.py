@@ -9,6 +9,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torch.export import Dim
 
+import graft
 from graft.backends.inductor import has_symbols, told_failures, with_right_artifacts
 from graft.base.errors import GraftError, GraphRefused
 from graft.ir.trace import export_graph
@@ -86,3 +87,16 @@ def test_what_inductor_cannot_compile_is_an_error_with_a_way_out(inner, kind, to
 
     with pytest.raises(kind, match=told):
         told_failures(compiled)(torch.ones(2))
+
+
+def test_an_operator_that_takes_no_open_sizes_is_an_error_with_a_way_out():
+    def resized(x, like, z):
+        return x.neg().resize_as_(like) + 1, z * 2
+
+    args = torch.ones(2, 3), torch.ones(3, 2), torch.ones(5, 4)
+    open_sizes = {"x": None, "like": None, "z": {0: Dim.DYNAMIC}}
+    compiled = graft.compile(resized, args, backend="inductor", dynamic_shapes=open_sizes)
+    with pytest.raises(GraphRefused, match=r"cannot compile this program: Dynamo failed .* backend='eager' runs it"):
+        compiled(*args)
+    eager = graft.compile(resized, args, backend="eager", dynamic_shapes=open_sizes)
+    assert all(map(torch.equal, eager(*args), resized(*args)))

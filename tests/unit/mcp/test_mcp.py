@@ -13,6 +13,7 @@ import pytest
 mcp = pytest.importorskip("mcp")
 
 from mcp import Client, StdioServerParameters  # noqa: E402
+from mcp.client.stdio import stdio_client  # noqa: E402
 
 import graft  # noqa: E402
 from graft.base.errors import UsageError  # noqa: E402
@@ -254,6 +255,7 @@ def test_from_a_model_to_an_accepted_fusion_over_stdio(tmp_path):
         note = await client.read_resource("graft://workspace/note.md")
         return written, checked, note.contents[0].text
 
-    written, checked, note = with_client(server, work)
+    with (tmp_path / "stderr.txt").open("w") as errors:  # that of the process may be a test's, and closed
+        written, checked, note = with_client(stdio_client(server, errors), work)
     assert written["op"] == "gate" and checked["ok"] and checked["transforms"][0]["matches"] == 2
     assert note.startswith("# fuse_gate on tiny-llama: accepted")
