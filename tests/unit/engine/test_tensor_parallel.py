@@ -162,6 +162,10 @@ def test_another_number_of_processes_than_ranks_is_an_error(monkeypatch):
         ("gpt2", 2, "eager"),
         ("olmo-2", 4, "eager"),
         ("llama", 2, "auto"),
+        ("deepseek-v2", 2, "eager"),
+        ("deepseek-v3", 4, "auto"),
+        ("gpt-oss", 2, "auto"),
+        ("bitnet", 2, "eager"),
     ],
 )
 def test_more_ranks_and_families_give_the_tokens_of_one(family, world, backend):

@@ -290,7 +290,7 @@ def test_dumps_without_numeric_checks_or_weights_say_so(tmp_path):
 def test_a_dump_that_shows_nothing_or_is_damaged_fails(run, tmp_path, part):
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
-    before, after = sorted(folder.glob(f"00[12]_*.{part}"))
+    before, after = sorted(folder.glob(f"00[23]_*.{part}"))
     if part == "txt":
         after.write_text(before.read_text().replace("fuse_layer_norm", NAME))
     else:
