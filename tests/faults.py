@@ -5,6 +5,7 @@ from __future__ import annotations
 from capture_faults import CAPTURE_FAULTS
 from fault import fault
 from joint_faults import JOINT_FAULTS
+from part_faults import PART_FAULTS
 
 FAULTS = [
     # ── files, errors ───────────────────────────────────────────────────────────────────────────────────────────
@@ -385,4 +386,5 @@ FAULTS = [
     ),
     fault("mcp/workspace.py", "self.root not in path.parents", "False", "unit/mcp/test_mcp.py"),
     *JOINT_FAULTS,
+    *PART_FAULTS,
 ]

@@ -91,7 +91,7 @@ def test_a_wheel_moves_the_drawing_and_at_its_end_the_page(page, decoder):
     until(page, f"scrollY > {scrolled}")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # the short run: unit/workbench/test_report_names.py: the words
 def test_labels_are_whole_and_in_words(page, decoder):
     """No label is cut; sizes are words, merged weights have all their names, and no arrow goes both ways."""
     open_page(page, decoder)

@@ -20,7 +20,7 @@ FAR = 2e-5
 TEXTS = ["the quick brown fox", "Hello, 你好 🙂", "naïve café and the lazy dog jumps over"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # the short run: test_embeddings.py, the route; test_embed.py, the vectors
 def test_vectors_of_a_real_server(tmp_path):
     folder = embedder(tmp_path / "embedder", "qwen3", pooling=LAST, tie_word_embeddings=False, is_matryoshka=True)
     size = ("--runner", "pooling", "--dtype", "float32", "--backend", "eager", "--kv-cache-memory", "4MiB")

@@ -34,7 +34,7 @@ def scaled(tmp_path):
     return f"{path}:Scaled"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # the short run: test_testing_kit_compiled.py: test_cache_artifacts_make_the_round_trip
 def test_artifacts_serve_a_fresh_process(scaled):
     found = find_target(scaled)
     story = tell_story(found.function, found.calls, elsewhere=FreshRun(scaled, [8]))

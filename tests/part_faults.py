@@ -1,0 +1,63 @@
+"""Faults in loads and parts: garbage and kernels ahead of a load, parts of one tensor, parts of ranks."""
+
+from __future__ import annotations
+
+from fault import fault
+
+PART_FAULTS = [
+    fault(
+        "base/garbage.py",
+        "gc.get_freeze_count() < FROM_THE_START",
+        "gc.get_freeze_count() == 0",
+        "unit/base/test_garbage.py::test_what_is_old_waits_and_what_is_new_is_collected",
+    ),
+    fault(
+        "ops/launch.py",
+        "first + -(-count // ALIGNED) * ALIGNED",
+        "first + count",
+        "unit/ops/test_counters.py::test_every_call_has_its_own_at_an_aligned_address",
+    ),
+    fault(
+        "ops/cached_attention/triton.py",
+        "short = min(room, EVEN_CONTEXT)",
+        "short = room",
+        "unit/ops/test_cached_attention.py::test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_request",
+    ),
+    fault(
+        "weights/lazy.py",
+        "target = tensor.data.as_strided",
+        "target = tensor.detach().as_strided",
+        "unit/weights/test_gguf_blocks.py::test_rows_behind_parameters",
+    ),
+    # ── parts of one tensor, and parts of ranks ─────────────────────────────────────────────────────────────────
+    fault(
+        "passes/library/join_copies.py",
+        "        if start > end:\n",
+        "        if start > end + 1:\n",
+        "unit/passes/library/test_join_copies.py::test_what_is_something_else_is_left_alone_and_told",
+    ),
+    fault(
+        "passes/library/join_copies.py",
+        "if user < last and not filled(user)",
+        "if user > last and not filled(user)",
+        "unit/passes/library/test_join_copies.py",
+    ),
+    fault(
+        "ir/evaluate.py",
+        "reached((*self.outputs, *self.writes), reads)",
+        "reached(self.outputs, reads)",
+        "unit/passes/library/test_join_copies.py::test_parts_become_one_cat",
+    ),
+    fault(
+        "passes/library/shard/experts.py",
+        "3 - axis if transposed else axis",
+        "axis",
+        "unit/passes/library/test_shard_tensor_parallel.py::test_the_ranks_together_give_what_one_gives",
+    ),
+    fault(
+        "passes/library/shard/regions.py",
+        "norms=attends or is_inner_norm(x)",
+        "norms=attends",
+        "unit/passes/library/test_shard_tensor_parallel.py::test_the_ranks_together_give_what_one_gives",
+    ),
+]
