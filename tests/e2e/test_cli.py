@@ -94,7 +94,7 @@ def test_errors_are_one_line_with_their_exit_code(args, code, message):
 
 def test_transforms_config_and_models_list():
     rows = json.loads(graft("transforms", "--json").stdout)["items"]
-    assert [r["order"] for r in rows] == list(range(1, len(rows) + 1)) and rows[0]["name"] == "fuse_layer_norm"
+    assert [r["order"] for r in rows] == list(range(1, len(rows) + 1)) and rows[0]["name"] == "join_copies"
     assert "fuse_rms_norm" in graft("transforms").stdout
     config = json.loads(graft("config", "--json", "--set", "transforms.fuse_rope.enabled=false").stdout)
     assert config["transforms"]["fuse_rope"]["enabled"] is False

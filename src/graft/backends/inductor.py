@@ -82,10 +82,12 @@ def told_failures(compiled: Callable[..., Any]) -> Callable[..., Any]:
                 f"Inductor cannot compile this program: {type(inner).__name__}: {inner}; backend='eager' runs it"
             ) from error
         except TorchRuntimeError as error:  # an operator that Dynamo cannot run with open sizes
+            if isinstance(error.__cause__, GraftError):
+                raise
             said = next((line.strip() for line in str(error).splitlines() if "Explanation: " in line), str(error))
             raise GraphRefused(
                 f"Inductor cannot compile this program: {said.partition('Explanation: ')[2] or said};"
-                " backend='eager' runs it"
+                " backend='eager' runs operators as they are"
             ) from error
         except AssertionError as error:
             if not str(error).startswith("expected size"):

@@ -96,7 +96,9 @@ def test_an_operator_that_takes_no_open_sizes_is_an_error_with_a_way_out():
     args = torch.ones(2, 3), torch.ones(3, 2), torch.ones(5, 4)
     open_sizes = {"x": None, "like": None, "z": {0: Dim.DYNAMIC}}
     compiled = graft.compile(resized, args, backend="inductor", dynamic_shapes=open_sizes)
-    with pytest.raises(GraphRefused, match=r"cannot compile this program: Dynamo failed .* backend='eager' runs it"):
+    with pytest.raises(
+        GraphRefused, match=r"cannot compile this program: Dynamo failed .* backend='eager' runs operators"
+    ):
         compiled(*args)
     eager = graft.compile(resized, args, backend="eager", dynamic_shapes=open_sizes)
     assert all(map(torch.equal, eager(*args), resized(*args)))

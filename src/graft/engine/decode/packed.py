@@ -123,7 +123,7 @@ class PackedSteps:
         """A step of so many tokens, all of them padding, that is launched and not captured: so many sequences that
         decode, as far as there are rows for them, and prompts behind them. room: tokens that a row of its tables has
         blocks for."""
-        ones, width = min(self.requests, decoding, tokens - 1), -(-room // self.block_size)
+        ones, width = min(self.requests, decoding, tokens - 1), max(room // self.block_size, 1)
         whole, rest = divmod(tokens - ones, width * self.block_size)
         parts = [1] * ones + [width * self.block_size] * whole + [rest] * (rest > 0)
         host = HostBatch().padded(tokens, len(parts), parts, self.padding, self.block_size)

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from graft.ir.effects import storage_root
-from graft.ir.nodes import calls, is_op, options_of, same_shape, static_int, tensor_of, where
+from graft.ir.nodes import calls, is_op, options_of, same_shape, same_sizes, static_int, tensor_of, where
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.registry import TransformRegistry
 from graft.passes.rewriter import Rewriter, RewriteRun
@@ -49,7 +49,7 @@ class JoinCopies(Rewriter):
     One kernel for all parts, no write in place that others would have to look out for, and a form that
     shard_tensor_parallel can split by heads. Zeros that are written over count as empty memory.
 
-    Numerics: copies, bit for bit.
+    Numerics: copies, bit for bit, in the same layout.
 
     A walk: how many parts there are, and in which order they are written, a pattern cannot say.
     """
@@ -67,6 +67,7 @@ class JoinCopies(Rewriter):
         check_cover(new, parts)
         for part in parts:
             check_source(new, part)
+        check_layout(new, parts)
         last = max(part.copy for part in parts)
         early = next((user for user in new.users if user < last and not filled(user)), None)
         if early is not None:
@@ -80,6 +81,7 @@ class JoinCopies(Rewriter):
         joined = (list(match.tensors.values()), match.literals["dim"])
         made = run.editor.call(CAT, joined, before=max(inside), like=new)
         run.editor.replace(new, made)
+        run.mutated.add(made)  # what is written into the whole later on is written into it
         return [made]
 
 
@@ -127,3 +129,12 @@ def check_source(new: Node, part: FilledPart) -> None:
         raise Refused(part.copy, f"{where(part.copy)} casts {source.dtype} on {source.device} as it copies")
     if not same_shape(source, piece):
         raise Refused(part.copy, f"{where(part.copy)} repeats {list(source.shape)} over {list(piece.shape)}")
+
+
+def check_layout(new: Node, parts: Sequence[FilledPart]) -> None:
+    """cat lays its result out as its inputs are; views of what was there, and who gets it, rely on the old layout."""
+    joined = torch.cat([tensor_of(part.source) for part in parts], parts[0].dim)
+    if not same_sizes(joined.stride(), tensor_of(new).stride()):
+        raise Refused(
+            new, f"{where(new)} has the strides {list(tensor_of(new).stride())}, which cat would not give it"
+        )

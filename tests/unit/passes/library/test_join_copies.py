@@ -86,6 +86,21 @@ def test_the_order_is_that_of_the_axis_and_a_later_write_is_into_the_result():
     assert len(record.matches) == 1 and aten.add_.Tensor in targets(gm)
 
 
+def test_a_later_write_into_one_result_is_seen_by_the_next():
+    def fill(x, y):
+        new, other = x.new_empty(2, 3, 6), x.new_empty(2, 3, 8)
+        new[..., :4] = x
+        new[..., 4:] = y
+        other[..., :6] = new
+        new.add_(1)
+        other[..., 6:] = y
+        return new, other
+
+    _, record = join(fill)
+    (miss,) = record.near_misses
+    assert len(record.matches) == 1 and "is written in place between" in miss.reason
+
+
 def test_any_axis():
     def fill(x, y):
         new = x.new_empty(5, 3, 4)
@@ -158,6 +173,22 @@ def source_written_between(x, y):
     return new, x
 
 
+def like_a_transposed_one(x, y):
+    new = torch.empty_like(torch.cat([x, y], -1).transpose(0, 1))
+    new[..., :4] = x.transpose(0, 1)
+    new[..., 4:] = y.transpose(0, 1)
+    new.transpose(0, 1).reshape(2, 18).add_(1)  # a view, as it lies
+    return new
+
+
+def from_channels_last(x, y):
+    image = x.new_ones(2, 3, 4, 4).to(memory_format=torch.channels_last) * x[0, 0, 0]
+    new = x.new_empty(2, 6, 4, 4)
+    new[:, :3] = image
+    new[:, 3:] = image * 2
+    return new
+
+
 def two_axes(x, y):
     new = x.new_zeros(2, 3, 4)
     new[:1] = x[:1]
@@ -178,6 +209,8 @@ def two_axes(x, y):
         (from_itself, "before all of it is written|into another"),
         (source_written_between, "is written in place between"),
         (two_axes, "along the axes 0 and 1"),
+        (like_a_transposed_one, "which cat would not give it"),
+        (from_channels_last, "which cat would not give it"),
     ],
 )
 def test_what_is_something_else_is_left_alone_and_told(fill, reason):

@@ -29,7 +29,7 @@ def check_experts(gm: GraphModule, node: Node, world: int) -> None:
 
 def stored(weight: Node) -> tuple[Node, bool]:
     """The parameter, and whether it lies as [experts, in, out] (gpt-oss), so that the op reads it transposed."""
-    if is_op(weight, TRANSPOSE) and {int(dim) % 3 for dim in weight.args[1:3]} == {1, 2}:
+    if is_op(weight, TRANSPOSE) and tensor_of(weight).dim() == 3 and {int(d) % 3 for d in weight.args[1:3]} == {1, 2}:
         return weight.args[0], True
     return weight, False
 

@@ -121,6 +121,7 @@ def walk_up(
         split = together(node, wanted.pop(node))
         region.splits[node] = split
         if node.op == "get_attr":
+            region.whole += [] if is_parameter(gm, node) else [node]  # a buffer is sliced in the graph
             continue
         if is_op(node, *LINEARS) and node not in taken and problem_of(gm, node) is None:
             check_column(node, split)

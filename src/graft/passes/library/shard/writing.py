@@ -40,7 +40,7 @@ class Twins:
         return node
 
     def part(self, node: Node, split: AxisSplit) -> Node:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and node not in self.region.whole:
             return self.shard(node, split.axis, split, next(user for user in sorted(node.users)))
         if node in self.region.whole:
             ((first, last),) = split.ranges
