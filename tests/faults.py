@@ -10,7 +10,7 @@ from part_faults import PART_FAULTS
 FAULTS = [
     # ── files, errors ───────────────────────────────────────────────────────────────────────────────────────────
     fault(
-        "base/files.py",
+        "base/manifest.py",
         "digest.update(chunk)",
         "digest.update(chunk[:1])",
         "unit/api/test_artifact_errors.py::test_one_changed_byte_is_an_error_that_names_the_file",

@@ -185,7 +185,6 @@ def test_a_saved_encoder_decoder_goes_on(t5, tmp_path):
     assert cache.is_updated == {0: True}
 
 
-@pytest.mark.exhaustive  # the short run: test_decoder_state.py: lfm2 steps with its state, and without it is found
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_with_convolutions_and_recurrent_state_step_as_in_eager(name):

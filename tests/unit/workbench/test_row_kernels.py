@@ -34,7 +34,7 @@ def triton_error(module: str, pattern: RowPattern) -> float:
     return worst
 
 
-@pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 3), ids=lambda p: p.name)
+@pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 4), ids=lambda p: p.name)
 def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)
     written = write(pattern, tmp_path / "row-kernels")
