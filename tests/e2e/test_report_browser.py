@@ -151,7 +151,7 @@ def test_the_table_sorts_by_its_heads(page, decoder):
     assert page.evaluate("document.querySelector('#pipeline th:nth-child(8)').ariaSort") == "descending"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # the short run: what the page shows and does, in this file
 def test_dark_narrow_print_and_help(page, decoder):
     open_page(page, decoder)
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -82,6 +82,19 @@ def options_of(node: Node) -> dict[str, Any]:
     return {argument.name: value for argument, value in arg_values(node)}
 
 
+def slice_args(node: Node) -> tuple[int, int | None, int | None, int]:
+    """dim, start, end and step of an `aten.slice`, counted from the front; None for what is not known."""
+    given = options_of(node)
+    dim = given["dim"] % tensor_of(node).dim()
+    size = static_int(tensor_of(node.args[0]).shape[dim])
+    start = 0 if given["start"] is None else static_int(given["start"])
+    end = size if given["end"] is None else static_int(given["end"])
+    if size is not None:
+        start = None if start is None else min(start + size if start < 0 else start, size)
+        end = None if end is None else min(end + size if end < 0 else end, size)
+    return dim, start, end, given["step"]
+
+
 def args_of(target: Any, options: Mapping[str, Any], *, defaults: bool = True) -> list[Any]:
     """The arguments of an op in its order, from their names; without the last ones that are defaults, if so asked."""
     arguments = target._schema.arguments

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from graft.ir.effects import storage_root
-from graft.ir.nodes import calls, is_op, options_of, same_shape, same_sizes, static_int, tensor_of, where
+from graft.ir.nodes import calls, is_op, options_of, same_shape, same_sizes, slice_args, static_int, tensor_of, where
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.registry import TransformRegistry
 from graft.passes.rewriter import Rewriter, RewriteRun
@@ -92,14 +92,10 @@ def filled(user: Node) -> bool:
 
 
 def part_of(piece: Node) -> FilledPart:
-    given, (copy,) = options_of(piece), piece.users
-    dim = given["dim"] % tensor_of(piece).dim()
+    (copy,), (dim, start, end, step) = piece.users, slice_args(piece)
     size = static_int(tensor_of(piece.args[0]).shape[dim])
-    start = 0 if given["start"] is None else static_int(given["start"])
-    end = size if given["end"] is None else static_int(given["end"])
-    if size is None or start is None or end is None or given["step"] != 1:
+    if size is None or start is None or end is None or step != 1:
         raise Refused(piece, f"{where(piece)}: where it begins and ends is not known")
-    start, end = (min(edge + size if edge < 0 else edge, size) for edge in (start, end))
     if copy.users:
         raise Refused(copy, f"{where(copy)} gives a result that is read")
     return FilledPart(dim, start, end, piece, copy)

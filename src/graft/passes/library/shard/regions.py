@@ -10,8 +10,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.ir.io.text import op_text
-from graft.ir.nodes import is_op, options_of, static_int, tensor_of, where
+from graft.ir.nodes import is_op, options_of, slice_args, static_int, tensor_of, where
 from graft.ir.patterns.match import Refused
+from graft.ir.subgraph import reached
 from graft.passes.elementwise import is_pointwise
 from graft.passes.library.merge.stacking import is_parameter
 from graft.passes.library.shard.splits import (
@@ -24,7 +25,6 @@ from graft.passes.library.shard.splits import (
     Ranges,
     needs_of,
     share,
-    slice_args,
 )
 
 MUL, SWIGLU = torch.ops.aten.mul.Tensor, torch.ops.graft.swiglu.default
@@ -89,25 +89,15 @@ def find_region(gm: GraphModule, row: Node, taken: Collection[Node], rank: int, 
 def is_inner_norm(x: Node) -> bool:
     """Whether a row-split layer reads a norm of a gated product, as BitNet's do: nothing but column-split layers is
     above it. A norm of the residual stream, or of one layer's result, is not worth a sum over the ranks."""
-    product = x.args[0] if is_op(x, RMS_NORM) else None
-    return is_op(product, MUL, SWIGLU) and linears_above(product) > 1
+    if not is_op(x, RMS_NORM) or not is_op(x.args[0], MUL, SWIGLU):
+        return False
+    above = reached([x.args[0]], lambda node: node.all_input_nodes if by_element(node) else ())
+    begins = [node for node in above if not by_element(node) and node.op != "get_attr"]
+    return len(begins) > 1 and all(is_op(node, *LINEARS) for node in begins)
 
 
-def linears_above(node: Node) -> int:
-    """Linear layers that pointwise calls lead to; 0 where something else is on the way."""
-    found, seen, waiting = 0, set(), [node]
-    while waiting:
-        here = waiting.pop()
-        if here in seen or here.op == "get_attr":
-            continue
-        seen.add(here)
-        if is_op(here, *LINEARS):
-            found += 1
-        elif is_pointwise(here) or is_op(here, SWIGLU):
-            waiting += here.all_input_nodes
-        else:
-            return 0
-    return found
+def by_element(node: Node) -> bool:
+    return is_pointwise(node) or is_op(node, SWIGLU)
 
 
 def walk_up(

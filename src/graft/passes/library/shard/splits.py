@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.io.text import op_text
-from graft.ir.nodes import is_op, options_of, static_int, tensor_of, tensor_val, where
+from graft.ir.nodes import is_op, options_of, slice_args, static_int, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Refused
 from graft.passes.elementwise import is_pointwise
 
@@ -106,19 +106,6 @@ def slice_needs(node: Node, split: AxisSplit) -> Needs:
     if start is None or end is None or step != 1:
         raise Refused(node, f"{where(node)} takes a piece of the axis that is split, and not a known one")
     return {node.args[0]: AxisSplit(dim, tuple((start + a, start + b) for a, b in split.ranges))}
-
-
-def slice_args(node: Node) -> tuple[int, int | None, int | None, int]:
-    """dim, start, end, step; None for what is not known."""
-    given = options_of(node)
-    dim = given["dim"] % tensor_of(node).dim()
-    size = static_int(tensor_of(node.args[0]).shape[dim])
-    start = 0 if given["start"] is None else static_int(given["start"])
-    end = size if given["end"] is None else static_int(given["end"])
-    if size is not None:
-        start = None if start is None else min(start + size if start < 0 else start, size)
-        end = None if end is None else min(end + size if end < 0 else end, size)
-    return dim, start, end, given["step"]
 
 
 def cat_needs(node: Node, split: AxisSplit) -> Needs:

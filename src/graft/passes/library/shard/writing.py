@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node, map_arg
 
 from graft.ir.edit import Editor
-from graft.ir.nodes import is_op, options_of, tensor_of
+from graft.ir.nodes import is_op, options_of, slice_args, tensor_of
 from graft.passes.library.shard.regions import SplitRegion, linear_parts
-from graft.passes.library.shard.splits import LINEARS, RMS_NORM, SIZED, SLICE, AxisSplit, slice_args
+from graft.passes.library.shard.splits import LINEARS, RMS_NORM, SIZED, SLICE, AxisSplit
 from graft.passes.library.shard.weights import Shards
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -40,8 +40,6 @@ class Twins:
         return node
 
     def part(self, node: Node, split: AxisSplit) -> Node:
-        if node.op == "get_attr" and node not in self.region.whole:
-            return self.shard(node, split.axis, split, next(user for user in sorted(node.users)))
         if node in self.region.whole:
             ((first, last),) = split.ranges
             reader = next(
@@ -51,6 +49,8 @@ class Twins:
             made = self.editor.call(SLICE, (value, split.axis, first, last), before=reader, like=reader)
             self.made.append(made)
             return made
+        if node.op == "get_attr":
+            return self.shard(node, split.axis, split, next(user for user in sorted(node.users)))
         if is_op(node, *LINEARS):
             return self.column(node, split)
         if is_op(node, SLICE) and slice_args(node)[0] == split.axis:
