@@ -23,10 +23,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graft.bench.bench import cache_need
-from graft.bench.machine import facts
+from graft.bench.limits.machine import facts
 from graft.bench.plan import BenchPlan
 from graft.engine.llm import LLM
-from graft.engine.stages import load_decoder, settings_for
+from graft.engine.setup.stages import load_decoder, settings_for
 from graft.models.places import resolve_device
 from graft.workbench.autofuse import AutofuseRequest, CandidateOutcome, autofuse, read_budget
 from graft.workbench.autofuse.timing import alternate

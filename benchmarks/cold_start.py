@@ -30,7 +30,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import graft
-    from graft.bench.machine import facts
+    from graft.bench.limits.machine import facts
     from graft.bench.phases import PhaseClock
     from graft.bench.runner import synchronize
     from graft.cli.show import quiet_libraries

@@ -21,11 +21,11 @@ import torch
 
 import graft
 from graft.bench.bench import prompts_for
-from graft.bench.machine import facts
+from graft.bench.limits.machine import facts
 from graft.bench.plan import Cell
 from graft.bench.runner import Graft, synchronize
 from graft.cli.show import quiet_libraries
-from graft.engine.stages import overlay
+from graft.engine.setup.stages import overlay
 from graft.models.load import load_model
 from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from graft.base.timers import call_seconds
-from graft.bench.roofline import cpu_read, gpu_read
+from graft.bench.limits.roofline import cpu_read, gpu_read
 from graft.ops import OPS, choose
 from graft.ops.moe_experts.gemv import Sizes, moe_experts_gemv
 from graft.ops.selection import problem_of

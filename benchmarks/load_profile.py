@@ -23,9 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import graft
 from graft.base.timers import profile_events
-from graft.bench.kernel_times import Launch, gpu_launches, union
-from graft.bench.load import Load
-from graft.bench.throughput import random_prompts, run_load
+from graft.bench.kernels.kernel_times import Launch, gpu_launches, union
+from graft.bench.loads.spread import Load
+from graft.bench.loads.throughput import random_prompts, run_load
 from graft.engine.engine import Engine
 
 LEAST_US = 5.0  # gaps below are what one launch behind another costs

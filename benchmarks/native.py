@@ -26,11 +26,11 @@ from graft.bench.baselines.hf import EagerBaseline
 from graft.bench.baselines.llama_cpp import LlamaCpp
 from graft.bench.baselines.openvino import OpenVino
 from graft.bench.bench import prompts_for
+from graft.bench.limits.roofline import cpu_read
+from graft.bench.limits.traffic import step_bytes
 from graft.bench.plan import Cell
-from graft.bench.roofline import cpu_read
 from graft.bench.runner import Graft, Runner
 from graft.bench.threads import checked_threads, use_threads
-from graft.bench.traffic import step_bytes
 from graft.cli.show import quiet_libraries
 from graft.models.load import load_model
 from native_hog import hog_table

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from graft.bench.traffic import cache_bytes, weight_bytes
+from graft.bench.limits.traffic import cache_bytes, weight_bytes
 from graft.models.load import load_model
 
 GROUP = 128

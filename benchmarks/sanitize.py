@@ -107,7 +107,7 @@ def summary(tool: str, code: int, said: str, seconds: float) -> tuple[bool, list
 def header(sanitizer: str) -> list[str]:
     import torch
 
-    from graft.bench.machine import facts
+    from graft.bench.limits.machine import facts
 
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False).stdout
     known = facts(torch.device("cuda"))

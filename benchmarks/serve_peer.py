@@ -14,10 +14,10 @@ import os
 from pathlib import Path
 from statistics import median
 
-from graft.bench.http_client import HttpTarget
-from graft.bench.load import Load
-from graft.bench.server_load import ServerRow, measure_server
-from graft.bench.server_request import ServerPlan, first_model, words_for
+from graft.bench.loads.spread import Load
+from graft.bench.server.http_client import HttpTarget
+from graft.bench.server.load import ServerRow, measure_server
+from graft.bench.server.request import ServerPlan, first_model, words_for
 
 
 async def measured(url: str, load: Load, clients: int) -> ServerRow:

@@ -223,9 +223,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def resized(llm: LLM, **options: Any) -> LLM:
     """The same graph with an engine of another size: capturing the model once more would take seconds."""
-    from graft.engine.build import build_engine
     from graft.engine.kv.tensors import LayerShape
     from graft.engine.options import EngineOptions
+    from graft.engine.setup.build import build_engine
 
     other = copy.copy(llm)
     layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]

@@ -287,7 +287,7 @@ FAULTS = [
     ),
     # ── workbench ───────────────────────────────────────────────────────────────────────────────────────────────
     fault(
-        "bench/roofline.py",
+        "bench/limits/roofline.py",
         "return 2 * side**3 / seconds",
         "return side**3 / seconds",
         "unit/bench/test_roofline.py::test_rates_are_bytes_and_operations_over_seconds",

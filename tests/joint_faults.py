@@ -60,7 +60,7 @@ JOINT_FAULTS = [
         "unit/testing/test_testing_kit_compiled.py::test_generated_kernels_and_the_ops_beside_them",
     ),
     fault(
-        "bench/throughput.py",
+        "bench/loads/throughput.py",
         "params = SamplingParams(max_tokens=load.osl, ignore_eos=True)",
         "params = SamplingParams(max_tokens=load.osl - 1, ignore_eos=True)",
         "unit/bench/test_throughput.py::test_every_request_gets_all_of_its_tokens",

@@ -9,10 +9,10 @@ from typing import Any
 
 import graft
 from conftest import tiny
-from graft.engine.build import build_engine
 from graft.engine.kv.tensors import LayerShape
 from graft.engine.kv.view import CacheView
 from graft.engine.options import EngineOptions
+from graft.engine.setup.build import build_engine
 
 
 @cache

@@ -51,7 +51,7 @@ def node_modules(folder: Path) -> Path:
 
 def save_tokenizer(folder: Path) -> str:
     """lm-eval cuts prompts into tokens itself."""
-    from graft.engine.stages import load_decoder
+    from graft.engine.setup.stages import load_decoder
 
     target = folder / "tokenizer"
     load_decoder(MODEL).tokenizer.save_pretrained(target)

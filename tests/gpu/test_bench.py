@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from graft.bench.roofline import measure_roofline
+from graft.bench.limits.roofline import measure_roofline
 
 
 def bench(*args: str) -> dict:

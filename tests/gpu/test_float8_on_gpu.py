@@ -8,7 +8,7 @@ import torch
 import graft
 from float8_cases import everything, float8_cache, poison
 from graft.base.errors import CheckpointError
-from graft.engine.cache_error import cache_error
+from graft.engine.setup.cache_error import cache_error
 from graft.models.load import load_model
 from graft.ops import OPS
 from graft.ops.cached_attention.decode.triton import split_kv

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import graft
 from graft.bench.tune.search import candidates, tune
 from graft.cli.app import app
-from graft.engine.choices import model_shapes
+from graft.engine.setup.choices import model_shapes
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import Matvec, choose_kernel, overridden, tuned_file
 from graft.ops.fused_linear.kinds import Gemm, LinearShape, how_text

@@ -19,12 +19,18 @@ from graft.base.errors import UsageError
 from graft.base.files import Progress
 from graft.bench.baselines.baseline import BenchEngine, Peer, Task
 from graft.bench.baselines.hf import BASELINES
-from graft.bench.machine import facts
+from graft.bench.limits.machine import facts
+from graft.bench.limits.roofline import Roofline
+from graft.bench.limits.traffic import (
+    cache_bytes_per_token,
+    graph_weight_bytes,
+    prompt_flops,
+    step_bytes,
+    weight_bytes,
+)
 from graft.bench.plan import BenchPlan, Cell
-from graft.bench.roofline import Roofline
 from graft.bench.rows import Bench, Row
 from graft.bench.runner import CellWork, Graft, Runner
-from graft.bench.traffic import cache_bytes_per_token, graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
 from graft.engine.llm import LLM
 from graft.models.loaded import LoadedModel
 from graft.weights.quantize import FP8

@@ -11,9 +11,9 @@ import torch
 
 from graft.base.progress import CAPTURE
 from graft.bench.bench import bench, cache_need
+from graft.bench.limits.roofline import measure_roofline
 from graft.bench.phases import PhaseClock
 from graft.bench.plan import BenchPlan
-from graft.bench.roofline import measure_roofline
 from graft.bench.sizes import SizedModel, sized
 from graft.bench.threads import use_threads
 from graft.engine.llm import LLM

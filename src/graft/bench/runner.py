@@ -19,8 +19,8 @@ import torch
 from graft.base.errors import OutOfCache, PeerNotRun
 from graft.base.timers import synchronize
 from graft.bench.baselines.baseline import BenchEngine
+from graft.bench.limits.roofline import Roofline
 from graft.bench.plan import BenchPlan, Cell
-from graft.bench.roofline import Roofline
 from graft.bench.rows import Row
 from graft.engine.llm import LLM
 from graft.engine.params import SamplingParams

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graft.engine.artifact.request import EngineRequest, Starter
-from graft.engine.parts import EngineParts
+from graft.engine.setup.parts import EngineParts
 
 if TYPE_CHECKING:
     from graft.dist.workers import Workers
@@ -35,8 +35,8 @@ def build(
 
 
 def built(request: EngineRequest, starter: Starter, place: RankPlace | None, workers: Workers | None) -> EngineParts:
-    from graft.engine.assemble import assemble
-    from graft.engine.stages import load_decoder, settings_for
+    from graft.engine.setup.assemble import assemble
+    from graft.engine.setup.stages import load_decoder, settings_for
 
     loaded = load_decoder(
         request.model, dtype=request.dtype, device=request.device, backend=request.backend,

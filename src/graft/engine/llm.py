@@ -16,15 +16,15 @@ from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
 from graft.engine.options import EngineOptions
-from graft.engine.parts import EngineParts
 from graft.engine.ranks.leader import LeaderGraph
+from graft.engine.setup.parts import EngineParts
 from graft.engine.start import refuse_on_ranks, start_engine
 from graft.models.loaded import LoadedModel
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from graft.engine.stages import Config
+    from graft.engine.setup.stages import Config
     from graft.passes.report import Report
 
 
@@ -66,8 +66,8 @@ class LLM(Frontend):
         if isinstance(model, LoadedModel):
             if tensor_parallel_size != 1:
                 refuse_on_ranks(tensor_parallel_size, "a model that is loaded already")
-            from graft.engine.assemble import assemble
-            from graft.engine.stages import settings_for
+            from graft.engine.setup.assemble import assemble
+            from graft.engine.setup.stages import settings_for
 
             settings, keep = settings_for(model, config, quantize), keep_weights is None or keep_weights
             parts = assemble(

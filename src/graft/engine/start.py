@@ -15,7 +15,7 @@ from graft.engine.artifact.format import ENGINE, is_engine
 from graft.engine.artifact.kept import KeptEngine, drop, files_changed, keep_engine, kept_engine
 from graft.engine.artifact.request import SIZES, EngineRequest, Starter
 from graft.engine.fresh import build, check_settings
-from graft.engine.parts import EngineParts
+from graft.engine.setup.parts import EngineParts
 
 
 def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:

@@ -6,9 +6,9 @@ import torch
 
 from graft.base.files import Progress
 from graft.base.timers import cpu_seconds, graph_seconds
-from graft.bench.node_times import launch_us, node_times
+from graft.bench.kernels.node_times import launch_us, node_times
+from graft.bench.limits.roofline import cpu_read, gpu_read
 from graft.bench.plan import Cell
-from graft.bench.roofline import cpu_read, gpu_read
 from graft.engine.llm import LLM
 from graft.models.load import load_model
 from graft.passes.base import Context

@@ -6,7 +6,7 @@ from graft.backends.native.lower import source_of
 from graft.backends.native.regions import split
 from graft.base.errors import NothingNative
 from graft.base.files import Progress
-from graft.engine.stages import filled, no_format_asked, settings_for
+from graft.engine.setup.stages import filled, no_format_asked, settings_for
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig
 from graft.passes.dumps import DumpWriter

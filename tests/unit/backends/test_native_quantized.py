@@ -11,8 +11,8 @@ from conftest import tiny
 from graft import LLM, SamplingParams
 from graft.backends import lower
 from graft.base.errors import TransformError, UsageError
+from graft.bench.limits.traffic import graph_weight_bytes
 from graft.bench.quality import engine_logits
-from graft.bench.traffic import graph_weight_bytes
 from graft.models.load import load_model
 from marks import short
 from native_cases import needs_compiler

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import graft
 from graft.backends.native.cpu import THREADS, available_cores
 from graft.base.errors import NoCompiler, PeerNotRun, TooManyThreads, UsageError
-from graft.bench import read_native, roofline, runner
+from graft.bench import runner
 from graft.bench.baselines import baseline
 from graft.bench.baselines import llama_cpp as peers_llama
 from graft.bench.baselines.baseline import Peer, Task
@@ -26,11 +26,12 @@ from graft.bench.baselines.hf import BASELINES, PEERS
 from graft.bench.baselines.llama_cpp import LlamaCpp, gguf_file
 from graft.bench.baselines.openvino import OpenVino, StepModule
 from graft.bench.bench import bench
+from graft.bench.limits import read_native, roofline
+from graft.bench.limits.roofline import Roofline
+from graft.bench.limits.traffic import cache_bytes, weight_bytes
 from graft.bench.plan import BenchPlan
-from graft.bench.roofline import Roofline
 from graft.bench.rows import Row
 from graft.bench.threads import checked_threads, use_threads
-from graft.bench.traffic import cache_bytes, weight_bytes
 from graft.cli.app import app
 from graft.cli.measure.bench_show import show
 
@@ -100,7 +101,7 @@ def test_the_command_exits_with_0_without_any_peer(nothing_installed, growing_cl
     made = engine()
     monkeypatch.setattr("graft.engine.start.start_engine", lambda *_: None)
     monkeypatch.setattr("graft.engine.llm.LLM.of", lambda _: made)
-    monkeypatch.setattr("graft.bench.roofline.measure_roofline", lambda device, dtype: ROOF)
+    monkeypatch.setattr("graft.bench.limits.roofline.measure_roofline", lambda device, dtype: ROOF)
     small = ("--prompt", "8", "--new", "40", "--batch", "1", "--repeats", "1", "--threads", "1", "--json")
     done = CliRunner().invoke(app, ["bench", "tiny-smollm2", "--against", "llama.cpp,openvino", *small])
     document = json.loads(done.stdout)

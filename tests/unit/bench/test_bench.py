@@ -20,12 +20,8 @@ from graft.bench import plot, runner
 from graft.bench.baselines.baseline import Task
 from graft.bench.baselines.hf import BASELINES, PEERS, EagerBaseline
 from graft.bench.bench import bench, prompts_for
-from graft.bench.plan import BenchPlan, Cell, known_context
-from graft.bench.plot import check_plot, write_plot
-from graft.bench.roofline import Roofline
-from graft.bench.rows import Bench, Row
-from graft.bench.runner import Graft, agreement
-from graft.bench.traffic import (
+from graft.bench.limits.roofline import Roofline
+from graft.bench.limits.traffic import (
     cache_bytes,
     causal_pairs,
     graph_weight_bytes,
@@ -33,6 +29,10 @@ from graft.bench.traffic import (
     step_bytes,
     weight_bytes,
 )
+from graft.bench.plan import BenchPlan, Cell, known_context
+from graft.bench.plot import check_plot, write_plot
+from graft.bench.rows import Bench, Row
+from graft.bench.runner import Graft, agreement
 from graft.cli.app import app
 from graft.models.load import load_model
 
@@ -84,7 +84,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(workbench, "Graft", lambda llm: ours)
     monkeypatch.setitem(BASELINES, "eager", lambda task: eager)
     monkeypatch.setitem(BASELINES, "compile", lambda task: broken)
-    monkeypatch.setattr("graft.bench.roofline.measure_roofline", lambda device, dtype: ROOF)
+    monkeypatch.setattr("graft.bench.limits.roofline.measure_roofline", lambda device, dtype: ROOF)
     return ours, eager, broken
 
 

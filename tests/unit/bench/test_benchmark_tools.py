@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from graft.bench.traffic import weight_bytes
+from graft.bench.limits.traffic import weight_bytes
 from graft.models.load import load_model
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"

@@ -10,9 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
-from graft.bench import families, roofline
+from graft.bench import families
 from graft.bench.families import FamilyPlan, in_process, last_line, measure_families, models_of
 from graft.bench.family_process import measure_family
+from graft.bench.limits import roofline
 from graft.bench.plan import BenchPlan
 from graft.bench.sizes import layer_count, sized, weights, with_layers
 from graft.cli.app import app

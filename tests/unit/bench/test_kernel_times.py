@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import graft
 from graft.backends.native.call import RegionCall
 from graft.base.errors import OutOfCache
-from graft.bench import kernel_bytes
-from graft.bench.kernel_bytes import WeightRead, linear_weights, weights_read
-from graft.bench.kernel_times import (
+from graft.bench.kernels import kernel_bytes
+from graft.bench.kernels.kernel_bytes import WeightRead, linear_weights, weights_read
+from graft.bench.kernels.kernel_times import (
     KernelTime,
     Launch,
     StepTimes,
@@ -30,9 +30,9 @@ from graft.bench.kernel_times import (
     kernel_times,
     union,
 )
+from graft.bench.limits.roofline import Roofline
+from graft.bench.limits.traffic import step_bytes
 from graft.bench.plan import Cell
-from graft.bench.roofline import Roofline
-from graft.bench.traffic import step_bytes
 from graft.cli.app import app
 from native_cases import needs_compiler
 

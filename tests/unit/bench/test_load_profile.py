@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.load_profile import Gap, idle
 
-from graft.bench.kernel_times import Launch
+from graft.bench.kernels.kernel_times import Launch
 
 
 def launch(name, start, duration):

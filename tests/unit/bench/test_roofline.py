@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graft.base import timers
-from graft.bench import roofline
-from graft.bench.roofline import cpu_read, matrix_rate, measure_roofline
+from graft.bench.limits import roofline
+from graft.bench.limits.roofline import cpu_read, matrix_rate, measure_roofline
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -26,7 +26,7 @@ def slow_clock(monkeypatch):
 
 def test_the_read_kernel_reads_every_element():
     """Each program's sum is that of its own 8,192 elements; one that skipped any would be found."""
-    from graft.bench.read_kernel import ELEMENTS, make_buffers, read_all
+    from graft.bench.limits.read_kernel import ELEMENTS, make_buffers, read_all
 
     x, sums = make_buffers(5 * 2 * ELEMENTS, DEVICE)
     assert x.nbytes == 5 * 2 * ELEMENTS and sums.shape == (5,)

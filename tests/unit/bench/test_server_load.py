@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from fake_server import fake_server
 from graft.base.errors import ServerFailed, UsageError
-from graft.bench.http_client import HttpTarget
-from graft.bench.load import HEALTHY, Load
-from graft.bench.server_load import measure_server, row_of_server
-from graft.bench.server_request import RequestOutcome, ServerPlan, first_model, prompts, words_for
+from graft.bench.loads.spread import HEALTHY, Load
+from graft.bench.server.http_client import HttpTarget
+from graft.bench.server.load import measure_server, row_of_server
+from graft.bench.server.request import RequestOutcome, ServerPlan, first_model, prompts, words_for
 from graft.cli.app import app
 from graft.cli.measure.bench_server import without_key
 from serve_cases import serving

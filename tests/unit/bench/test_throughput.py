@@ -13,12 +13,12 @@ import graft
 from capture_cases import engine
 from conftest import tiny
 from graft.base.errors import GraftError, PromptTooLong, UsageError
-from graft.bench import throughput
-from graft.bench.load import AskedLoad, HistogramBin, histogram
-from graft.bench.load_bound import MachineRates, load_bound
-from graft.bench.load_phases import PHASES, LoadPhases
-from graft.bench.throughput import Load, Log, Spread, measure_load, row_of
-from graft.bench.traffic import weight_bytes
+from graft.bench.limits.traffic import weight_bytes
+from graft.bench.loads import throughput
+from graft.bench.loads.bound import MachineRates, load_bound
+from graft.bench.loads.phases import PHASES, LoadPhases
+from graft.bench.loads.spread import AskedLoad, HistogramBin, histogram
+from graft.bench.loads.throughput import Load, Log, Spread, measure_load, row_of
 from graft.cli.app import app
 
 
@@ -118,7 +118,7 @@ def test_the_command_prints_a_row_a_load(tmp_path):
 
 
 def test_an_interrupted_run_shows_the_loads_that_are_through(monkeypatch):
-    from graft.bench import throughput
+    from graft.bench.loads import throughput
 
     measure = throughput.measure_load
 
@@ -174,7 +174,7 @@ def test_phases_are_all_of_the_time_and_leave_nothing_behind(looped, monkeypatch
 
 def test_what_a_call_takes_counts_for_it_alone(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("graft.bench.load_phases.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("graft.bench.loads.phases.time", SimpleNamespace(perf_counter=lambda: now[0]))
     phases = LoadPhases()
 
     def inner():

@@ -20,9 +20,9 @@ from graft.bench.tune.search import KEPT, MARGIN, Failure, candidates, tune
 from graft.bench.tune.timers import noted_steps
 from graft.cli.app import app
 from graft.cli.measure import tune as command
-from graft.engine.choices import choice_note, choice_notes, model_shapes
 from graft.engine.params import SamplingParams
 from graft.engine.scheduler import StepPlan
+from graft.engine.setup.choices import choice_note, choice_notes, model_shapes
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, overridden
 from graft.ops.fused_linear.kinds import Gemm, IntegerGemm, LinearShape, Matvec, how_problem

@@ -15,11 +15,11 @@ from graft import LLM, SamplingParams
 from graft.base.errors import CaptureError, DecodeMismatch, GraftError, UnsupportedState, UsageError
 from graft.capture import state as capture_state
 from graft.capture.state import by_layer, check_attentions, check_state, own_state
-from graft.engine.build import build_engine
 from graft.engine.core import Stats
 from graft.engine.kv.events import Created
 from graft.engine.options import EngineOptions
-from graft.engine.self_check import self_check, tolerance
+from graft.engine.setup.build import build_engine
+from graft.engine.setup.self_check import self_check, tolerance
 from graft.models.load import LoadedModel
 from marks import examples, short
 from tiny_decoders import CONTEXT, DECODERS, tiny_decoder

@@ -8,7 +8,7 @@ from transformers import FalconConfig, FalconForCausalLM
 
 from conftest import tiny
 from graft.base.errors import TransformError, UnsupportedAttention
-from graft.bench.traffic import cache_bytes_per_token
+from graft.bench.limits.traffic import cache_bytes_per_token
 from graft.capture.decoder import capture_decoder
 from graft.ir.nodes import calls, is_op, tensor_of
 from graft.passes.base import Context

@@ -11,8 +11,8 @@ import torch
 import graft
 from embedding_cases import LAST, MEAN, embedder, hidden_states, unit
 from graft.base.errors import ArtifactError, CheckpointError, DecodeMismatch, EmptyPrompt, PromptTooLong, UsageError
-from graft.engine import self_check
 from graft.engine.pooling import PoolingEngine
+from graft.engine.setup import self_check
 from marks import short
 
 FAR = 2e-5

@@ -12,13 +12,13 @@ import graft
 from conftest import resized, tiny
 from graft.base.errors import CacheNotNative, DecodeMismatch, NoFloat8, UsageError
 from graft.bench.bench import cache_need
+from graft.bench.limits.traffic import cache_bytes_per_token
 from graft.bench.plan import BenchPlan
-from graft.bench.traffic import cache_bytes_per_token
 from graft.cli.app import app
-from graft.engine.cache_error import cache_error
 from graft.engine.kv.manager import Copy
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks
-from graft.engine.self_check import tolerance
+from graft.engine.setup.cache_error import cache_error
+from graft.engine.setup.self_check import tolerance
 from graft.ops.paged_cache import raw, read, scales_of, write
 from graft.weights.quantize import FP8
 
@@ -161,7 +161,7 @@ def test_native_kernels_and_devices_without_float8_refuse():
         graft.LLM(tiny("llama"), kv_cache_dtype="fp8", backend="native")
     old = "compute capability 8.0 has no float8 (e4m3) numbers"
     with (
-        mock.patch("graft.engine.stages.float8_missing", lambda _: old),
+        mock.patch("graft.engine.setup.stages.float8_missing", lambda _: old),
         pytest.raises(NoFloat8, match=r"cannot be had on cpu: compute capability 8\.0"),
     ):
         graft.LLM(tiny("llama"), kv_cache_dtype="fp8")

@@ -17,9 +17,9 @@ import graft
 from conftest import graph_of
 from graft.base.errors import TransformError, UsageError
 from graft.bench import runner
-from graft.bench.traffic import graph_weight_bytes, weight_bytes
+from graft.bench.limits.traffic import graph_weight_bytes, weight_bytes
 from graft.cli.app import app
-from graft.engine.build import fingerprint
+from graft.engine.setup.build import fingerprint
 from graft.ir.edit import second_module
 from graft.models.load import load_model
 from graft.passes.base import Context

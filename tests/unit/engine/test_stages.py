@@ -10,7 +10,7 @@ import torch
 from graft import LLM
 from graft.base.errors import UsageError
 from graft.base.progress import CAPTURE, LOWERING, TRANSFORMS, phase_of
-from graft.engine import stages
+from graft.engine.setup import stages
 from graft.models.load import load_model
 
 

@@ -13,7 +13,7 @@ from check_cases import capture_once, faulty_swiglu, scale
 from faulty_ops import FAULTS
 from graft import LLM
 from graft.bench.quality import logits_error
-from graft.engine.stages import settings_for
+from graft.engine.setup.stages import settings_for
 from graft.models.load import load_model
 from graft.workbench.check.scenario import scenario_of
 from graft.workbench.compare import engine

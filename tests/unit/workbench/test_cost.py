@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from graft.bench.node_times import launch_us
+from graft.bench.kernels.node_times import launch_us
 from graft.cli.app import app
 from graft.passes.config import load_config
 from graft.passes.registry import TransformRegistry

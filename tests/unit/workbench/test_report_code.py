@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graft.base.errors import DumpError
-from graft.bench.kernel_times import KernelTime, StepTimes
+from graft.bench.kernels.kernel_times import KernelTime, StepTimes
 from graft.ir.trace import export_graph
 from graft.passes.report import MatchRecord, NumericCheck, TransformRecord
 from graft.workbench.report import collect

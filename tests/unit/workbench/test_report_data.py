@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graft.base.errors import DumpError, ReportError
-from graft.bench.kernel_times import KernelTime, StepTimes
+from graft.bench.kernels.kernel_times import KernelTime, StepTimes
 from graft.ir.facts import read_graph
 from graft.ir.patterns.match import NearMiss
 from graft.ir.trace import export_graph

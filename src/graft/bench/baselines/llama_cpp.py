@@ -16,7 +16,7 @@ import numpy as np
 
 from graft.base.errors import PeerNotRun
 from graft.bench.baselines.baseline import Task, need
-from graft.bench.traffic import head_size, windows
+from graft.bench.limits.traffic import head_size, windows
 from graft.models.embedded import embedded_gguf
 from graft.models.registry import entries
 

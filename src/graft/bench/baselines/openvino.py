@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from graft.bench.baselines.baseline import Task, need
-from graft.bench.traffic import cache_bytes, head_size, weight_bytes
+from graft.bench.limits.traffic import cache_bytes, head_size, weight_bytes
 
 INPUTS = ("ids", "mask", "positions", "beams")
 HIDDEN = -3.0e38  # of float32: what a query may not see

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graft.bench.load import Spread
+from graft.bench.loads.spread import Spread
 from graft.ops.fused_linear.kinds import LinearShape
 from graft.weights.packing import GROUP
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from graft.base.errors import OutOfMemory
 from graft.base.timers import graph_seconds
 from graft.bench.tune.results import Result, StepSample, step_sample, weight_bytes
-from graft.engine.build import build_engine
 from graft.engine.engine import Engine
 from graft.engine.kv.tensors import LayerShape, bytes_per_block
 from graft.engine.llm import LLM
 from graft.engine.options import EngineOptions
 from graft.engine.params import SamplingParams
+from graft.engine.setup.build import build_engine
 from graft.ops.fused_linear.kinds import How, LinearShape
 from graft.ops.fused_linear.triton import LinearCall, run_as
 from graft.ops.launch import launch_failures

@@ -41,7 +41,7 @@ def measure(
         return speeds, None
     from graft.bench.baselines.hf import hugging_face_rate
     from graft.cli.show import progress_bar
-    from graft.engine.stages import settings_for
+    from graft.engine.setup.stages import settings_for
     from graft.workbench.compare.engine import DTYPES, compare_engine
 
     settings = settings_for(llm.model, asked.config, asked.quantize, sets=asked.sets, plugins=asked.plugins)

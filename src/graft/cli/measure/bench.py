@@ -225,7 +225,7 @@ def check(model: str, plan: BenchPlan, backend: str, plot: str | None, kernels: 
 
 def measure(llm: Any, plan: BenchPlan, built: float, progress: Any, notes: dict[str, Any], source: str) -> Bench:
     from graft.bench.bench import bench as run
-    from graft.bench.roofline import measure_roofline
+    from graft.bench.limits.roofline import measure_roofline
 
     progress("measuring what this machine can do", 0, 1)
     module = llm.model.module
@@ -249,9 +249,9 @@ def report(result: Bench, plot: str | None, as_json: bool) -> None:
 def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress: Any, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from graft.bench.kernel_times import kernel_times
-    from graft.bench.machine import facts
-    from graft.bench.roofline import measure_roofline
+    from graft.bench.kernels.kernel_times import kernel_times
+    from graft.bench.limits.machine import facts
+    from graft.bench.limits.roofline import measure_roofline
     from graft.cli.measure.bench_show import show_kernels
 
     module = llm.model.module

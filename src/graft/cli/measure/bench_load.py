@@ -14,8 +14,8 @@ from graft.cli.load import load_llm
 
 if TYPE_CHECKING:
     from graft.base.files import Progress
-    from graft.bench.load import AskedLoad
-    from graft.bench.throughput import LoadRow
+    from graft.bench.loads.spread import AskedLoad
+    from graft.bench.loads.throughput import LoadRow
     from graft.engine.llm import LLM
 
 CPU_REQUESTS = 32
@@ -37,8 +37,8 @@ Preset = Annotated[str | None, typer.Option(help="Loads that others publish figu
 
 def read_loads(given: str | None, preset: str | None, requests: int | None, rate: float | None) -> list[AskedLoad]:
     from graft.base.errors import UsageError, near
-    from graft.bench.load import AskedLoad
-    from graft.bench.published import PRESETS
+    from graft.bench.loads.published import PRESETS
+    from graft.bench.loads.spread import AskedLoad
 
     if preset is not None and preset not in PRESETS:
         raise UsageError(f"--preset: unknown name {preset!r}{near(preset, PRESETS)}")
@@ -63,12 +63,12 @@ def under_load(
     from dataclasses import asdict, replace
     from pathlib import Path
 
-    from graft.bench.load_bound import load_bound, machine_rates
-    from graft.bench.load_plot import write_load_plot
-    from graft.bench.machine import facts
+    from graft.bench.limits.machine import facts
+    from graft.bench.loads.bound import load_bound, machine_rates
+    from graft.bench.loads.plot import write_load_plot
+    from graft.bench.loads.published import PRESETS
     from graft.bench.plan import known_context
     from graft.bench.plot import check_plot
-    from graft.bench.published import PRESETS
     from graft.cli.measure.bench_show import phase_lines
     from graft.cli.measure.load_show import show_loads
     from graft.cli.show import err
@@ -115,7 +115,7 @@ def under_load(
 
 
 def measure_asked(llm: LLM, asked: AskedLoad, progress: Progress) -> LoadRow:
-    from graft.bench.throughput import measure_load
+    from graft.bench.loads.throughput import measure_load
 
     manager, seqs = llm.engine.manager, llm.engine.scheduler.max_num_seqs
     large = llm.device.type == "cuda"

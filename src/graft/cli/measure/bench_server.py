@@ -15,9 +15,9 @@ import typer
 from graft.cli.documents import print_json
 
 if TYPE_CHECKING:
-    from graft.bench.http_client import HttpTarget
-    from graft.bench.server_load import ServerRow
-    from graft.bench.server_request import ServerPlan
+    from graft.bench.server.http_client import HttpTarget
+    from graft.bench.server.load import ServerRow
+    from graft.bench.server.request import ServerPlan
 
 Serve = Annotated[
     str | None,
@@ -72,10 +72,10 @@ def bench_server(
     import asyncio
 
     from graft.base.errors import UsageError, near
-    from graft.bench.http_client import HttpTarget
-    from graft.bench.load import Load
+    from graft.bench.loads.spread import Load
     from graft.bench.plot import check_plot
-    from graft.bench.server_request import ENDPOINTS
+    from graft.bench.server.http_client import HttpTarget
+    from graft.bench.server.request import ENDPOINTS
 
     if endpoint not in ENDPOINTS:
         raise UsageError(f"--endpoint: unknown name {endpoint!r}{near(endpoint, ENDPOINTS)}")
@@ -105,8 +105,8 @@ async def measure(
     """Rows, and whether Ctrl-C ended it before all were there."""
     import asyncio
 
-    from graft.bench.server_load import measure_server
-    from graft.bench.server_request import ServerPlan, first_model, words_for
+    from graft.bench.server.load import measure_server
+    from graft.bench.server.request import ServerPlan, first_model, words_for
     from graft.cli.waiting import end_waiting
 
     name = model or await first_model(target)
@@ -190,7 +190,7 @@ def report(setup: dict[str, Any], rows: Sequence[ServerRow], cut: bool, plot: st
     """Exit code 1 where it was cut short, or nothing was answered; some failures are what a load shows."""
     from dataclasses import asdict
 
-    from graft.bench.server_plot import write_server_plot
+    from graft.bench.server.plot import write_server_plot
     from graft.cli.show import err
 
     if as_json:

@@ -13,7 +13,7 @@ from graft.base.progress import phase_of
 from graft.cli.show import err, out, progress_bar
 
 if TYPE_CHECKING:
-    from graft.bench.kernel_times import StepTimes
+    from graft.bench.kernels.kernel_times import StepTimes
     from graft.bench.rows import Bench, Row
 
 # twelve columns in 80 characters, so that a narrow terminal or a pipe cuts no number

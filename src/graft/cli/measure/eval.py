@@ -136,7 +136,7 @@ def check_length(llm: LLM) -> None:
 
 
 def setup_of(llm: LLM, transforms: list[str]) -> dict[str, Any]:
-    from graft.bench.machine import facts
+    from graft.bench.limits.machine import facts
 
     return {
         **facts(llm.device),

@@ -9,9 +9,9 @@ from graft.cli.measure.bench_show import number, percent, plain_table
 from graft.cli.show import out
 
 if TYPE_CHECKING:
-    from graft.bench.load import Spread
-    from graft.bench.published import Published
-    from graft.bench.throughput import LoadRow
+    from graft.bench.loads.published import Published
+    from graft.bench.loads.spread import Spread
+    from graft.bench.loads.throughput import LoadRow
 
 LEAST_SHARE = 0.1  # percent; --json has all
 

@@ -41,7 +41,7 @@ def tune(
 
     from graft.base.errors import NoGpu, UsageError
     from graft.cli.show import progress_bar
-    from graft.engine.choices import model_shapes
+    from graft.engine.setup.choices import model_shapes
     from graft.ops.fused_linear.choice import forget, tuned_file
     from graft.ops.fused_linear.tables import read_table, write_table
     from graft.ops.launch import device_name

@@ -21,7 +21,7 @@ from graft.base.files import Progress, drop_folder, folder_bytes
 from graft.base.half_written import remove_leftovers
 from graft.engine.artifact.key import NoKey, config_part, engine_key, key_parts, model_part
 from graft.engine.artifact.request import EngineRequest
-from graft.engine.parts import EngineParts
+from graft.engine.setup.parts import EngineParts
 
 FOLDER, SIZE = ENGINES.variable, "GRAFT_ENGINE_CACHE_SIZE"
 LIMIT = "8GiB"

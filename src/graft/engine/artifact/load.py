@@ -34,11 +34,11 @@ from graft.engine.artifact.model import StoredConfig, StoredModule
 from graft.engine.artifact.request import SILENT, Starter
 from graft.engine.artifact.target import again, check_target
 from graft.engine.artifact.tokenizer import read_tokenizer
-from graft.engine.build import build_engine
 from graft.engine.kv.tensors import LayerShape
 from graft.engine.options import EngineOptions
-from graft.engine.parts import CacheLayout, EngineParts
-from graft.engine.self_check import self_check
+from graft.engine.setup.build import build_engine
+from graft.engine.setup.parts import CacheLayout, EngineParts
+from graft.engine.setup.self_check import self_check
 from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device
 from graft.ops.fused_linear.choice import adopt

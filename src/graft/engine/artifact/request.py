@@ -13,7 +13,7 @@ from graft.models.loaded import LoadedModel
 from graft.models.registry import entries
 
 if TYPE_CHECKING:
-    from graft.engine.stages import Config
+    from graft.engine.setup.stages import Config
 
 WORDS = ("dtype", "device", "backend", "config", "quantize")  # of `graft compile`, as here
 FLAGS = ("trust_remote_code", "with_weights")

@@ -41,7 +41,7 @@ from graft.engine.artifact.format import (
 from graft.engine.artifact.target import built_for
 from graft.engine.artifact.tokenizer import write_tokenizer
 from graft.engine.params import SamplingParams
-from graft.engine.parts import EngineParts
+from graft.engine.setup.parts import EngineParts
 from graft.ir.edit import attribute
 from graft.ir.io.serial import graph_to_json
 from graft.ir.nodes import tensor_val

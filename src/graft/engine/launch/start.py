@@ -26,10 +26,10 @@ from graft.engine.artifact.request import EngineRequest, Starter
 from graft.engine.artifact.target import source_hash
 from graft.engine.engine import Engine
 from graft.engine.fresh import build
-from graft.engine.parts import EngineParts
 from graft.engine.ranks.follow import follow
 from graft.engine.ranks.leader import LeaderGraph
 from graft.engine.ranks.task import RankPlace, place_of
+from graft.engine.setup.parts import EngineParts
 from graft.models.registry import entries
 
 HOST = "127.0.0.1"

@@ -9,8 +9,8 @@ from graft.bench.bench import cache_need
 from graft.bench.plan import BenchPlan
 from graft.engine.llm import LLM
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
-from graft.engine.self_check import tolerance
-from graft.engine.stages import capture, load_decoder, settings_for, target_of, transform
+from graft.engine.setup.self_check import tolerance
+from graft.engine.setup.stages import capture, load_decoder, settings_for, target_of, transform
 from graft.workbench.discover import Discovery, discover
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from graft.base.errors import ExtraMissing, GraftError, UsageError
 from graft.base.files import Progress, write_whole
-from graft.bench.machine import facts
+from graft.bench.limits.machine import facts
 from graft.models.places import resolve_device
 from graft.workbench.autofuse.engines import candidates_of
 from graft.workbench.autofuse.ledger import CandidateOutcome, KernelPath, Ledger, Status, on_machine, open_ledger

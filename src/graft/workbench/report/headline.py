@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from graft.base.errors import GraftError
-from graft.bench.kernel_times import KernelTime, StepTimes
+from graft.bench.kernels.kernel_times import KernelTime, StepTimes
 from graft.ir.nodes import is_op, is_weight
 from graft.passes.report import TransformRecord
 from graft.workbench.discover.calls import LOOKUPS, is_call, is_free

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.errors import ReportError
-from graft.bench.kernel_times import KernelTime, StepTimes
+from graft.bench.kernels.kernel_times import KernelTime, StepTimes
 
 KERNELS = "kernels.json"  # where a run folder has its own
 

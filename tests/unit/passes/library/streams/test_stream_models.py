@@ -30,7 +30,7 @@ class Uneven:
 
 
 def tokens(model, monkeypatch, **options):
-    monkeypatch.setattr("graft.engine.stages.Context", partial(Context, measure=Uneven()))
+    monkeypatch.setattr("graft.engine.setup.stages.Context", partial(Context, measure=Uneven()))
     llm = graft.LLM(model, dtype="float32", config={"transforms": {"schedule_streams": options}}, backend="eager")
     params = graft.SamplingParams(max_tokens=8)
     return llm, [output.token_ids for output in llm.generate(PROMPTS, params)]

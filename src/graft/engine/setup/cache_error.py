@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graft.engine.engine import Engine
 from graft.engine.kv.tensors import LayerShape, allocate
-from graft.engine.self_check import PROMPT, STEPS, some_tokens
+from graft.engine.setup.self_check import PROMPT, STEPS, some_tokens
 from graft.models.loaded import LoadedModel
 from graft.ops.layout import HostBatch, pack
 

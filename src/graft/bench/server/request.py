@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graft.base.errors import ServerFailed
-from graft.bench.http_client import HttpConnection, HttpFailed, HttpTarget
-from graft.bench.load import Load
+from graft.bench.loads.spread import Load
+from graft.bench.server.http_client import HttpConnection, HttpFailed, HttpTarget
 
 ENDPOINTS = {"completions": "/completions", "chat": "/chat/completions"}
 # short words, which most vocabularies have as one token each

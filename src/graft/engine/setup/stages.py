@@ -25,8 +25,8 @@ from graft.base.errors import NoFloat8, UsageError
 from graft.base.files import Progress
 from graft.base.progress import LOWERING, TRANSFORMS, Doing
 from graft.capture.cache import captured_decoder
-from graft.engine.build import fingerprint
 from graft.engine.kv.tensors import LayerShape
+from graft.engine.setup.build import fingerprint
 from graft.ir.edit import attribute
 from graft.ir.verify import GraphSnapshot
 from graft.models.load import load_model

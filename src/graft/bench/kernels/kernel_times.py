@@ -19,12 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from graft.base.errors import OutOfCache
 from graft.base.timers import clocked, profile_events, synchronize
 from graft.bench.bench import prompts_for
-from graft.bench.kernel_bytes import kernel_bytes
-from graft.bench.machine import device_name
-from graft.bench.native_times import native_steps, watched
+from graft.bench.kernels.kernel_bytes import kernel_bytes
+from graft.bench.kernels.native_times import native_steps, watched
+from graft.bench.limits.machine import device_name
+from graft.bench.limits.roofline import Roofline
+from graft.bench.limits.traffic import cache_bytes, graph_weight_bytes, weight_bytes
 from graft.bench.plan import Cell
-from graft.bench.roofline import Roofline
-from graft.bench.traffic import cache_bytes, graph_weight_bytes, weight_bytes
 from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.llm import LLM

@@ -13,9 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 
 from graft.base.files import Progress
-from graft.bench.http_client import HttpConnection, HttpTarget
-from graft.bench.load import Load, Spread, behind_text
-from graft.bench.server_request import RequestOutcome, ServerPlan, ask, prompts
+from graft.bench.loads.spread import Load, Spread, behind_text
+from graft.bench.server.http_client import HttpConnection, HttpTarget
+from graft.bench.server.request import RequestOutcome, ServerPlan, ask, prompts
 
 
 @dataclass(frozen=True)

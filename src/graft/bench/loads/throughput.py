@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from graft.base.errors import GraftError
 from graft.base.files import Progress
 from graft.base.timers import synchronize
-from graft.bench.load import HistogramBin, Load, Spread, behind_text, histogram
-from graft.bench.load_phases import LoadPhases
+from graft.bench.loads.phases import LoadPhases
+from graft.bench.loads.spread import HistogramBin, Load, Spread, behind_text, histogram
 from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.llm import LLM

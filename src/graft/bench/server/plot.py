@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.files import atomic_file, disk_errors
-from graft.bench.server_load import ServerRow
+from graft.bench.server.load import ServerRow
 
 LATENCIES = {"TTFT": "first_token", "ITL": "between_tokens"}
 

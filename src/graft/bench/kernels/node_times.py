@@ -12,8 +12,8 @@ from typing import Any
 
 from graft.api.profile import measure_costs
 from graft.bench.bench import prompts_for
-from graft.bench.kernel_times import UNTIMED_TOKENS, WARM_UP_STEPS, run_steps
-from graft.bench.native_times import Noted, watched
+from graft.bench.kernels.kernel_times import UNTIMED_TOKENS, WARM_UP_STEPS, run_steps
+from graft.bench.kernels.native_times import Noted, watched
 from graft.bench.plan import Cell
 from graft.engine.llm import LLM
 from graft.engine.params import SamplingParams

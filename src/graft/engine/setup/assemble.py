@@ -9,16 +9,16 @@ from graft.base.files import Progress
 from graft.base.kernel_cache import record as record_kernels
 from graft.dist.sizes import check_heads
 from graft.dist.workers import Workers
-from graft.engine.build import build_engine, fingerprint
-from graft.engine.cache_error import cache_error_text
-from graft.engine.choices import choice_notes
 from graft.engine.engine import Engine
 from graft.engine.options import EngineOptions
-from graft.engine.parts import CacheLayout, EngineParts
 from graft.engine.ranks.leader import LeaderGraph
 from graft.engine.ranks.task import RankPlace
-from graft.engine.self_check import self_check
-from graft.engine.stages import (
+from graft.engine.setup.build import build_engine, fingerprint
+from graft.engine.setup.cache_error import cache_error_text
+from graft.engine.setup.choices import choice_notes
+from graft.engine.setup.parts import CacheLayout, EngineParts
+from graft.engine.setup.self_check import self_check
+from graft.engine.setup.stages import (
     cache_dtype_of,
     capture,
     lower,

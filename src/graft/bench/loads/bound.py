@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from graft.bench.load import Load
-from graft.bench.roofline import Roofline, float8_rate, measure_roofline
-from graft.bench.traffic import attention_flops, cache_bytes, graph_weight_bytes, matrix_flops, weight_bytes
+from graft.bench.limits.roofline import Roofline, float8_rate, measure_roofline
+from graft.bench.limits.traffic import attention_flops, cache_bytes, graph_weight_bytes, matrix_flops, weight_bytes
+from graft.bench.loads.spread import Load
 from graft.engine.llm import LLM
 
 

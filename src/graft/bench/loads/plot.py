@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.files import atomic_file, disk_errors
-from graft.bench.published import Published
-from graft.bench.throughput import LoadRow
+from graft.bench.loads.published import Published
+from graft.bench.loads.throughput import LoadRow
 
 WIDTH = 0.4  # of a bar, where two stand beside each other
 

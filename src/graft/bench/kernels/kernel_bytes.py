@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from graft.bench.limits.traffic import cache_bytes
 from graft.bench.plan import Cell
-from graft.bench.traffic import cache_bytes
 from graft.engine.llm import LLM
 
 if TYPE_CHECKING:
-    from graft.bench.kernel_times import KernelTime
+    from graft.bench.kernels.kernel_times import KernelTime
 
 ROWS_A_PROGRAM = (1, 2, 4, 8, 16, 32, 64, 128)
 READS_WEIGHTS = ("linear", "matvec", "gemv", "gemm", "int4_gemm", "nvjet", "cutlass")

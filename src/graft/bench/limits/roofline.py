@@ -12,7 +12,7 @@ import torch
 from graft.base.device_memory import free_memory
 from graft.base.errors import CannotLoad, CompilerFailed, DiskFull, NoCompiler
 from graft.base.timers import call_seconds, cpu_seconds, graph_seconds
-from graft.bench.read_native import Reader, last_level_cache
+from graft.bench.limits.read_native import Reader, last_level_cache
 
 GPU_BYTES, CPU_BYTES = 4 << 30, 1 << 28  # read in one go: far more than the caches hold
 GPU_SIDE = 8192  # of the square matrices multiplied
@@ -50,7 +50,7 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
 
 def gpu_read(device: torch.device) -> tuple[float, str]:
     """Bytes a second of a Triton kernel that only reads, a few launches in one CUDA graph."""
-    from graft.bench.read_kernel import make_buffers, read_all
+    from graft.bench.limits.read_kernel import make_buffers, read_all
 
     x, sums = make_buffers(min(GPU_BYTES, free_memory(device) // 2), device)
     seconds = graph_seconds(lambda: read_all(x, sums), device, REPEATS, in_a_row=IN_A_ROW)

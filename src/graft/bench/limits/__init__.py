@@ -1,0 +1,1 @@
+"""What a machine can do, and what a step must read."""
