@@ -24,7 +24,7 @@ def programs(draw) -> tuple[list[KernelCall], list[Buffer]]:
         steps.append(
             KernelCall(NativeKernel("k", "A", "h"), (*fields, ("out", value(f"b{index}", width))), f"n{index}", "")
         )
-    return steps, [Buffer(f"b{index}", "tokens", width) for index, width in enumerate(widths)]
+    return steps, [Buffer(f"b{index}", "tokens", width, width) for index, width in enumerate(widths)]
 
 
 @given(programs())
@@ -66,7 +66,7 @@ def test_independent_steps_run_together():
     steps.append(
         KernelCall(NativeKernel("k", "A", "h"), tuple((f"x{i}", value(f"b{i}", 16)) for i in range(3)), "sum", "")
     )
-    buffers = [Buffer(f"b{i}", "tokens", 16) for i in range(3)]
+    buffers = [Buffer(f"b{i}", "tokens", 16, 16) for i in range(3)]
     places, _, found = lay_out(steps, buffers, {})
     assert found == {3}
     assert barriers(steps[:3], {b.name: b for b in buffers}, places) == frozenset()

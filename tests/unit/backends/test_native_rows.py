@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.native.ops.pointwise import FORMS
 from graft.backends.native.program import Program
+from graft.backends.native.regions import split
 from graft.ir.edit import RULES
 from graft.ops.cases import tolerance
 from native_cases import DTYPES, Built, Symbols, compile_all, needs_compiler, poisoned
@@ -99,7 +100,15 @@ def tied(dtype: torch.dtype) -> Built:
     return sketch.built()
 
 
-MAKERS = (pointwise, rows, tied)
+def prefix(dtype: torch.dtype) -> Built:
+    """The first 20 of 24 columns: rounded up to whole lanes both are 32."""
+    sketch = Sketch(dtype)
+    total = sketch.call(aten.add.Tensor, sketch.nodes["x"], sketch.nodes["y"])
+    sketch.results = [sketch.call(aten.slice.Tensor, total, -1, 0, 20)]
+    return sketch.built()
+
+
+MAKERS = (pointwise, rows, tied, prefix)
 
 
 def unlike(program: Program) -> Program:
@@ -139,20 +148,21 @@ def off(built: Built, dtype: torch.dtype) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "index", range(len(DTYPES) * len(MAKERS)), ids=lambda i: f"{MAKERS[i % 3].__name__}-{DTYPES[i // 3]}"
+    "index", range(len(DTYPES) * len(MAKERS)), ids=lambda i: f"{MAKERS[i % 4].__name__}-{DTYPES[i // 4]}"
 )
 def test_rows_and_chains_agree_with_torch_and_wrong_ones_do_not(index, monkeypatch):
     monkeypatch.setattr("graft.backends.native.call.fresh", poisoned)
     torch.manual_seed(0)
     right, wrong = compiled()
-    assert off(right[index], DTYPES[index // 3]) == []
-    assert off(wrong[index], DTYPES[index // 3])
+    dtype = DTYPES[index // len(MAKERS)]
+    assert off(right[index], dtype) == []
+    assert off(wrong[index], dtype)
 
 
 @pytest.mark.parametrize("place", range(len(DTYPES)))
 def test_a_tied_table_stands_there_once(place):
     """And rows that are read out of the head's tiles are the table's, bit by bit."""
-    built = compiled()[0][3 * place + 2]
+    built = compiled()[0][len(MAKERS) * place + MAKERS.index(tied)]
     assert [weight.target for weight in built.run.program.weights] == ["table"]
     (embedded, _, _), named = built.run(*built.inputs), dict(zip(built.run.program.inputs, built.inputs, strict=True))
     assert torch.equal(embedded, built.gm.table[named["input_ids"]])
@@ -162,3 +172,14 @@ def test_a_chain_is_one_loop():
     program = compiled()[0][0].run.program
     loop = program.steps[-1].kernel.body
     assert any("std::tanh((r_x_x[i] / 3.0f))" in line for line in loop), loop
+
+
+@pytest.mark.parametrize(("columns", "whole"), [(20, False), (24, True)])
+def test_a_step_fills_a_result_only_where_it_writes_no_more_than_that(columns, whole):
+    """Its rows lie side by side there: a wider row would end in the next one, the last behind the tensor."""
+    sketch = Sketch(torch.float32)
+    total = sketch.call(aten.add.Tensor, sketch.nodes["x"], sketch.nodes["y"])
+    sketch.results = [sketch.call(aten.slice.Tensor, total, -1, 0, columns)]
+    (region,) = split(sketch.built().gm, {}).regions
+    location = region.program.locations["add_tensor"]
+    assert (location.output is not None) == whole

@@ -187,7 +187,7 @@ class Planner:
         """A buffer for a node's result."""
         layout = layout or self.layout(node)
         name = f"{node.name}{part}"
-        self.buffers[name] = Buffer(name, layout.rows, -(-layout.width // LANES) * LANES)
+        self.buffers[name] = Buffer(name, layout.rows, -(-layout.width // LANES) * LANES, layout.width)
         return Value(name, layout, 0, layout.size)
 
     def bind(self, node: Node, value: Value | tuple[Value, ...]) -> None:
@@ -285,10 +285,9 @@ def strides(layout: HeadLayout) -> dict[str, Argument]:
 
 
 def is_whole(value: Value, buffer: Buffer) -> bool:
-    """The value is the buffer, and lies as its tensor would."""
-    rounded = -(-value.layout.width // LANES) * LANES
+    """The value is all that is written into the buffer, and lies as its tensor would."""
     plain = value.layout.order != "heads" or value.layout.heads == 1
-    return value.column == 0 and buffer.width == rounded and value.dense and plain
+    return value.column == 0 and value.layout.width == buffer.filled and value.dense and plain
 
 
 def values_of(step: KernelCall) -> list[Value]:

@@ -48,6 +48,7 @@ class Buffer:
     name: str
     rows: Rows
     width: int  # floats from one row to the next
+    filled: int  # floats of a row that steps write
 
 
 @dataclass(frozen=True)
