@@ -25,6 +25,7 @@ from graft.capture.dynamic import (
     spread_call,
     with_dims,
 )
+from graft.capture.hooks import global_hooks_watched, hooks_inside
 from graft.capture.static_cache import HALVES, PREFIX, WithCaches
 from graft.ir.nodes import leaves, placeholders, tensor_of
 from graft.ir.prefix import drop_prefix
@@ -58,7 +59,11 @@ def capture_module(
     **settings: Any,
 ) -> CapturedModule:
     """`capture_plain` for arguments in which objects (`containers`) are taken apart."""
-    with plain_containers(module, containers or CallContainers(), kwargs) as taken:
+    with (
+        hooks_inside(module),
+        global_hooks_watched(),
+        plain_containers(module, containers or CallContainers(), kwargs) as taken,
+    ):
         captured = capture_plain(module, args, kwargs, dynamic_shapes, **settings)
     return replace(captured, results=taken.template)
 
