@@ -21,6 +21,7 @@ from graft.ir.canonical.normal_form import canonicalize, drop_unused_state
 from graft.ir.constants import KeepConstants
 from graft.ir.edit import attach_state, attribute, fake_mode
 from graft.ir.nodes import OpOverload
+from graft.ir.program.assigned_weights import AssignedWeights, refuse_reads, with_memory_of_their_own
 from graft.ir.program.assignments import assignments_as_writes
 from graft.ir.program.frames import forward_frames
 from graft.ir.program.generators import generators_kept, refuse_new_generators
@@ -77,6 +78,24 @@ def export_graph(
     torch takes it for granted that a dynamic size is neither 0 nor 1, and keeps no guard. With `exact_sizes` it does
     not: whatever the program decided by a size is among the guards (ir/program/signature.py).
     """
+    try:
+        return export_once(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, positions=positions)
+    except AssignedWeights as tied:
+        with with_memory_of_their_own(tied):
+            gm = export_once(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, positions=positions)
+            refuse_reads(gm, tied)
+        return gm
+
+
+def export_once(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    dynamic_shapes: Any,
+    *,
+    exact_sizes: bool,
+    positions: TensorPositions | None,
+) -> GraphModule:
     sizes = torch.fx.experimental._config.patch(backed_size_oblivious=exact_sizes)
     try:
         with (

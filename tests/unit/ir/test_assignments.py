@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import graft
 from graft.base.errors import CaptureError
 from graft.ir.canonical.normal_form import canonicalize
 from graft.ir.effects import is_mutating
@@ -110,3 +113,40 @@ def test_a_tied_buffer_is_refused():
     module.register_buffer("c", module.a)
     with assignments_as_writes(module), pytest.raises(CaptureError, match=r"shares its memory .* \(c\)"):
         exported(module)
+
+
+class ReadsFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.now = self.w.data
+
+    def forward(self, x):
+        y = x + self.now
+        self.now = self.w * 2
+        return y
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("nest", [lambda layer: layer, nn.Sequential])
+def test_a_weight_that_is_computed_anew_is_parted_from_the_parameter(mode, nest):
+    torch.manual_seed(0)
+    layer = torch.nn.utils.spectral_norm(nn.Linear(4, 4))
+    module = nest(layer).train(mode)
+    original, x = layer.weight_orig.detach().clone(), torch.randn(2, 4)
+    assert layer.weight.data_ptr() == layer.weight_orig.data_ptr()
+    eager = copy.deepcopy(module)
+    compiled = graft.compile(module, (x,), backend="eager")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(x), eager(x))
+        right = next(part for part in eager.modules() if isinstance(part, nn.Linear))
+    assert torch.equal(layer.weight_orig, original) and torch.equal(layer.weight, right.weight)
+    assert not torch.equal(layer.weight, original)
+
+
+def test_a_weight_that_is_read_before_is_refused():
+    module = ReadsFirst()
+    with pytest.raises(CaptureError, match=r"assigns now, which shares its memory with w: eager would part"):
+        graft.compile(module, (torch.ones(3),), backend="eager")
+    assert module.now.data_ptr() == module.w.data_ptr()

@@ -33,11 +33,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graft.base.errors import CaptureError
+from graft.ir.program.assigned_weights import OWN_TENSOR, AssignedWeights, Key
 from graft.ir.program.layouts import Layouts
 from graft.ir.snapshot import MISSING, ModuleSnapshot, SavedContainer, describe
-from graft.ir.storage import share_storage
-
-Key = tuple[torch.nn.Module, str]
+from graft.ir.storage import share_storage, storage_id
 
 
 @contextmanager
@@ -45,6 +44,7 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
     """Within it, `module.forward` writes assigned tensors back at its end, so that a trace has the writes."""
     forward = module.forward
     real = tensors(module)  # a trace has fake tensors for buffers, which do not tell whose memory is shared
+    weights = {storage_id(parameter): path for path, parameter in module.named_parameters()}
     around = ModuleSnapshot()  # torch.export puts copies of lists and dicts in the place of the module's own
     around.add_module(module)
 
@@ -59,7 +59,7 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
         try:
             result = forward(*args, **kwargs)
             layouts.refuse_changes()
-            old, new = assigned(state, real)
+            old, new = assigned(state, real, weights)
             refuse_changes(given, "changes the argument", "return the new values instead")
             return write_back(result, old, new) if old else result
         finally:
@@ -90,10 +90,13 @@ def argument_names(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
 
 
-def assigned(state: ModuleSnapshot, real: dict[Key, Tensor]) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+def assigned(
+    state: ModuleSnapshot, real: dict[Key, Tensor], weights: dict[int | None, str]
+) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
     """Old and new values of the tensors that were assigned. Raises CaptureError for any other change."""
     old: dict[Key, Tensor] = {}
     new: dict[Key, Tensor] = {}
+    tied: dict[Key, str] = {}
     refuse_changes(ModuleSnapshot([container for container in state.containers if not may_be_written(container)]))
     for container in filter(may_be_written, state.containers):
         owner = container.owner
@@ -103,7 +106,11 @@ def assigned(state: ModuleSnapshot, real: dict[Key, Tensor]) -> tuple[dict[Key, 
                 refuse(f"{container.path}{name}", now)
             refuse_unequal(f"{container.path}{name}", before, now, container.items is owner._buffers)
             refuse_tied(f"{container.path}{name}", (owner, name), real)
+            if (owner, name) in real and (memory := storage_id(real[owner, name])) in weights:
+                tied[owner, name] = f"{container.path}{name}, which shares its memory with {weights[memory]}"
             old[owner, name], new[owner, name] = before, now
+    if tied:
+        raise AssignedWeights(tied)
     return old, new
 
 
@@ -172,6 +179,6 @@ def refuse_tied(path: str, key: Key, real: dict[Key, Tensor]) -> None:
     tied = next((k for k, b in real.items() if k != key and share_storage(b, real[key])), None)
     if tied is not None:
         raise CaptureError(
-            f"forward assigns {path}, which shares its memory with another tensor of the module ({tied[1]}); eager"
-            " would part the two, a write into it would change both. Write into it, or give each a tensor of its own"
+            f"forward assigns {path}, which shares its memory with another tensor of the module ({tied[1]});"
+            f" {OWN_TENSOR}"
         )
