@@ -19,7 +19,7 @@ PRIVATE_ALLOWED = {
     *("backends/inductor.py", "backends/inductor_caches.py", "backends/inductor_loops.py"),
     "memory/inductor_fix/functionalization.py",
     *(f"stages/{name}.py" for name in ("trace", "tell", "dynamo", "functional", "post_grad", "scheduling")),
-    *(f"stages/{name}.py" for name in ("guards", "kernels", "runtime", "caches", "buckets")),
+    *(f"stages/{name}.py" for name in ("guards", "kernels", "runtime", "caches", "buckets", "recompiles")),
     *("ir/constants.py", "ir/trace.py"),  # dispatch modes have no public names
     "ir/program/host_samples.py",  # Dynamo's table of numpy's functions
 }

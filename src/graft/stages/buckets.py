@@ -21,12 +21,12 @@ from torch.fx.passes.split_module import split_module
 
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
 from graft.stages.caches import KINDS, own_caches
-from graft.stages.dynamo import read_recompilations
 from graft.stages.kernels import read_source
 from graft.stages.needs import Reached
+from graft.stages.recompiles import SeenFailures, read_recompilations, watch_failures
 from graft.stages.runtime import SeenRuntime, watch_runtime
 from graft.stages.story import Recompilation, StoryEnd
-from graft.stages.tell import by_name, device_of, first_line
+from graft.stages.tell import device_of, first_line
 from graft.stages.trace import TraceCollector, tracing_rows
 
 NEEDS = ("torch._inductor:standalone_compile",)
@@ -191,10 +191,16 @@ def tell_buckets(
     story = BucketStory(target or getattr(function, "__name__", ""), torch.__version__, device, tuple(split_at))
     made: list[BucketCall] = []
     end: StoryEnd | None = None
-    seen = SeenRuntime()
+    seen, failures = SeenRuntime(), SeenFailures()
     reset_compiler()
     try:
-        with own_caches(), tracing_rows() as trace, watch_runtime(seen, Reached()), torch.no_grad():
+        with (
+            own_caches(),
+            tracing_rows() as trace,
+            watch_runtime(seen, Reached()),
+            watch_failures(failures),
+            torch.no_grad(),
+        ):
             run = BucketRun(story.split_at, given, trace, seen)
             compiled = torch.compile(function, backend=run.backend, dynamic=dynamic)
             try:
@@ -202,8 +208,7 @@ def tell_buckets(
                     made.append(one_call(run, compiled, size, args))
             except Exception as error:  # noqa: BLE001  whatever a program raises ends its story, and is told there
                 end = StoryEnd(0, f"calling size {run.size}", first_line(error))
-            named = [by_name(function, args) for args in calls.values()]
-            found = read_recompilations(trace, named)
+            found = read_recompilations(trace, failures)
     finally:
         reset_compiler()
     return replace(

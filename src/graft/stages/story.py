@@ -41,6 +41,7 @@ class GraphBreak:
     reason: str
     explanation: str = ""
     hints: tuple[str, ...] = ()
+    callers: tuple[str, ...] = ()  # lines of the program from where the line was called, the outermost first
 
 
 @dataclass(frozen=True)

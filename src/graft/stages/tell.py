@@ -212,6 +212,6 @@ def with_problems(story: Story) -> Story:
             changes.setdefault(
                 name, replace(getattr(story, name), problem="backend eager: Dynamo's graph runs as it is")
             )
-    elif not story.dynamo.graphs and "dynamo" not in changes:
+    if not story.dynamo.graphs and "dynamo" not in changes:
         changes["dynamo"] = replace(story.dynamo, problem="nothing was compiled: Dynamo gave no graph to the backend")
     return replace(story, **changes)

@@ -11,8 +11,21 @@ from typing import Any
 import torch
 
 from graft.passes.report import Report
-from graft.stages import caches, dynamo, functional, guards, kernels, launches, post_grad, runtime, scheduling, trace
+from graft.stages import (
+    caches,
+    dynamo,
+    functional,
+    guards,
+    kernels,
+    launches,
+    post_grad,
+    recompiles,
+    runtime,
+    scheduling,
+    trace,
+)
 from graft.stages.needs import Reached, missing, version_note
+from graft.stages.recompiles import value_text
 from graft.stages.story import STAGES, CopyRecord, FreshProcess, Story, StoryEnd, ValueRecord
 
 ADAPTERS = {
@@ -24,6 +37,7 @@ ADAPTERS = {
     "runtime": runtime.NEEDS,
     "caches": caches.NEEDS,
     "guards": guards.NEEDS,
+    "recompiles": recompiles.NEEDS,
     "trace": trace.NEEDS,
 }
 
@@ -71,7 +85,7 @@ class StageWatch:
             target=target, backend=backend, torch=torch.__version__, device=device,
             calls=tuple(call_text(call) for call in calls), seconds=self.seconds[0], end=end,
             notes=tuple(filter(None, (version_note(), *notes))),
-            dynamo=dynamo.dynamo_stage(self.dynamo, self.trace, calls),
+            dynamo=dynamo.dynamo_stage(self.dynamo, self.trace),
             functional=functional.functional_stage(self.functional, ends),
             post_grad=post_grad.post_grad_stage(self.post_grad, reports),
             scheduling=scheduling.scheduling_stage(self.scheduling, last, writes, by_node),
@@ -110,10 +124,3 @@ def missing_names() -> dict[str, str]:
 
 def call_text(call: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value_text(value)}" for name, value in call.items())
-
-
-def value_text(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    text = repr(value)
-    return text if len(text) < 40 else f"{text[:37]}…"

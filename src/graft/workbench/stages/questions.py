@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graft.base.errors import UsageError, near
 from graft.stages.follow import Trail, follow
 from graft.stages.story import CacheLookup, Refusal, Story
-from graft.workbench.stages.text import bytes_text
+from graft.workbench.stages.text import bytes_text, called_from, values_told
 
 CALLS = ("ExternKernel", "FallbackKernel", "MultiOutput")  # kinds of IR that are calls, not loops
 
@@ -29,21 +29,19 @@ def why_recompiled(story: Story) -> Answer:
         return Answer(question, "it did not: every graph was compiled once", story.dynamo.notes)
     details = []
     for one in found:
-        values = f": expected {one.expected}, got {one.actual or 'another value'}" if one.expected else ""
-        at = f" ({one.line})" if one.line else ""
-        details.append(f"{one.graph} because of {one.previous or 'an earlier graph'}: {one.guard}{values}{at}")
+        at, told = (f" ({one.line})" if one.line else ""), values_told(one)
+        guard = f"{one.guard}: {told}" if told else one.guard
+        details.append(f"{one.graph} because of {one.previous or 'an earlier graph'}: {guard}{at}")
     sizes = any("size mismatch" in one.guard for one in found)
     advice = (
         "free the size: --dynamic true, torch._dynamo.mark_dynamic(tensor, dim)"
         if sizes
         else "keep what varies in a tensor, or make it the same in every call"
     )
-    times = "once" if len(found) == 1 else f"{len(found)} times"
-    first = (
-        f"{found[0].guard}, {found[0].actual} where {found[0].expected} was compiled"
-        if found[0].expected
-        else found[0].guard
-    )
+    again = len({one.graph for one in found})  # each tells the guard of every earlier graph
+    times = "once" if again == 1 else f"{again} times"
+    got, wanted = found[0].actual or "another value", found[0].expected
+    first = f"{found[0].guard}, {got} where {wanted} was compiled" if wanted else found[0].guard
     return Answer(question, f"{times}; first: {first}", (*details, *story.dynamo.notes), advice)
 
 
@@ -63,7 +61,7 @@ def what_broke(story: Story) -> Answer:
     if not found:
         answer = "nothing: one graph" if len(story.dynamo.graphs) == 1 else "nothing"
         return Answer(question, answer if story.dynamo.graphs else story.dynamo.problem or "nothing was compiled")
-    details = [f"{one.line}: {one.explanation or one.reason}" for one in found]
+    details = [f"{one.line}: {one.explanation or one.reason}{called_from(one)}" for one in found]
     hints = tuple(dict.fromkeys(hint for one in found for hint in one.hints))
     times = "" if len(found) == 1 else f" ({len(found)} breaks)"
     return Answer(question, f"{found[0].line}: {found[0].reason}{times}", tuple(details), hints[0] if hints else "")

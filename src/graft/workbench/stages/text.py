@@ -12,9 +12,11 @@ from graft.stages.story import (
     CacheLookup,
     DynamoStage,
     FreshProcess,
+    GraphBreak,
     GuardGroup,
     KernelRecord,
     PassRun,
+    Recompilation,
     StageGraph,
     Story,
     ValueRecord,
@@ -84,13 +86,13 @@ def graph_line(graph: StageGraph) -> str:
 def dynamo_lines(story: Story) -> list[str]:
     stage = story.dynamo
     lines = cut([graph_line(graph) for graph in stage.graphs])
-    lines += [f"break at {one.line or 'an unknown line'}: {one.reason}" for one in stage.breaks] or [
-        "no graph breaks"
-    ]
+    lines += [f"break at {one.line or 'an unknown line'}{called_from(one)}: {one.reason}" for one in stage.breaks]
+    lines += [] if stage.breaks or not stage.graphs else ["no graph breaks"]
     for graph in dict.fromkeys(group.graph for group in stage.guards):
         lines += guard_lines(stage, graph)
     for one in stage.recompilations:
-        values = f" (expected {one.expected}, got {one.actual or 'another value'})" if one.expected else ""
+        told = values_told(one)
+        values = f" ({told})" if told else ""
         at = f" at {one.line}" if one.line else ""
         lines.append(
             f"{one.graph} recompiled: guard of {one.previous or 'an earlier graph'} failed: {one.guard}{values}{at}"
@@ -99,6 +101,18 @@ def dynamo_lines(story: Story) -> list[str]:
         fixed = f", specialised to {one.fixed_to} by {one.fixed_by or 'a guard'}" if one.fixed_to else ""
         lines.append(f"{one.graph} {one.symbol} = {one.source} (here {one.value}, {one.range}){fixed}")
     return [*lines, *stage.notes]
+
+
+def called_from(one: GraphBreak) -> str:
+    """` (called from decode.py:8)`: the program's own line, where another function breaks."""
+    return f" (called from {', '.join(one.callers)})" if one.callers else ""
+
+
+def values_told(one: Recompilation) -> str:
+    """`expected 2, got 3`."""
+    expected = [f"expected {one.expected}"] if one.expected else []
+    got = one.actual or ("another value" if expected else "")
+    return ", ".join([*expected, *([f"got {got}"] if got else [])])
 
 
 def guard_lines(stage: DynamoStage, graph: str) -> list[str]:
@@ -131,7 +145,7 @@ def functional_lines(story: Story) -> list[str]:
         lines.append(
             f"{one.graph} write to %{one.written or '?'} ({one.by}, {one.line or 'no line'}): {one.fate}{size}"
         )
-    return lines if stage.mutations else [*lines, "no writes to inputs"]
+    return lines if stage.mutations or not stage.graphs else [*lines, "no writes to inputs"]
 
 
 def post_grad_lines(story: Story) -> list[str]:
@@ -194,7 +208,7 @@ def kernel_lines(story: Story) -> list[str]:
         )
     untimed = Counter(kernel.not_timed for kernel in stage.kernels if kernel.not_timed)
     lines += [f"not timed, {times} kernels: {reason}" for reason, times in untimed.items()]
-    return [*lines, *([stage.resources] if stage.resources else [])]
+    return [*lines, *([stage.resources] if stage.resources and stage.kernels else [])]
 
 
 def kernel_line(kernel: KernelRecord) -> str:
