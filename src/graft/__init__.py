@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from graft.api.functionalization import fix_functionalization, functionalization_reports
     from graft.api.inductor_passes import inductor_reports, passes_for_inductor
     from graft.api.load import load
+    from graft.api.saved_function import portable_guards
     from graft.api.torch_compile import Backend, backend_reports
     from graft.backends.inductor_caches import load_cache_artifacts, save_cache_artifacts
     from graft.base.errors import GraftError, UsageError
@@ -46,6 +47,7 @@ _HOMES = {
     "load": "graft.api.load",
     "Backend": "graft.api.torch_compile",
     "backend_reports": "graft.api.torch_compile",
+    "portable_guards": "graft.api.saved_function",
     "passes_for_inductor": "graft.api.inductor_passes",
     "inductor_reports": "graft.api.inductor_passes",
     "fix_functionalization": "graft.api.functionalization",
@@ -124,6 +126,7 @@ __all__ = [
     "needs_triton",
     "open_run",
     "passes_for_inductor",
+    "portable_guards",
     "save_cache_artifacts",
 ]
 

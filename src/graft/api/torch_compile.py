@@ -20,6 +20,7 @@ from typing import Any, Literal
 from torch.fx import GraphModule
 
 from graft.api.functionalization import OFF, FixRecorder
+from graft.api.saved_function import loaded_reports, refuse_eager, to_be_saved
 from graft.backends import InductorSettings
 from graft.backends.dynamo import hand_back, refuse_modes, trace_dynamo, unlike_eager_by_name
 from graft.backends.eager import lower_eager
@@ -83,6 +84,8 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Compiled:
         """Called by Dynamo. `mode` and `options` of torch.compile go to Inductor."""
+        if not self.inductor:
+            refuse_eager()
         if not self.inductor and (mode or options):
             raise UsageError("mode and options of torch.compile are Inductor's; Backend(inductor=False) takes none")
         compiled = self.compile(gm, inputs, InductorSettings(mode, options or {}))
@@ -107,7 +110,12 @@ class Backend:
         compiled, notes, record = self.with_notes(hand_back(gm, transformed), inputs, asked, name)
         records = {**report.transforms, FIX: record}
         notes = (INDUCTOR_NOTE, *unlike_eager(transformed.graph), *uninitialised_notes(transformed), *notes)
-        self.reports.append(replace(report, transforms=records, notes=(*report.notes, *notes)))
+        report = replace(report, transforms=records, notes=(*report.notes, *notes))
+        return self.finished(compiled, gm, report)
+
+    def finished(self, compiled: Compiled, gm: GraphModule, report: Report) -> Compiled:
+        compiled, report = to_be_saved(compiled, gm.graph, report)
+        self.reports.append(report)
         return compiled
 
     def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:
@@ -136,8 +144,8 @@ class Backend:
             self.reports.append(Report(name, notes=(note,)))
             return gm.forward
         compiled, notes, record = self.with_notes(gm, inputs, asked, name)
-        self.reports.append(Report(name, {FIX: record}, notes=(note, *unlike_eager_by_name(gm.graph), *notes)))
-        return compiled
+        report = Report(name, {FIX: record}, notes=(note, *unlike_eager_by_name(gm.graph), *notes))
+        return self.finished(compiled, gm, report)
 
     def with_notes(
         self, gm: GraphModule, inputs: Sequence[Any], asked: InductorSettings, name: str
@@ -171,5 +179,6 @@ def graft_backend(gm: GraphModule, inputs: Sequence[Any], **settings: Any) -> Co
 
 
 def backend_reports() -> list[Report]:
-    """The reports of every graph that torch.compile(…, backend="graft") has compiled in this process, in order."""
-    return default_backend().reports
+    """The reports of every graph that torch.compile(…, backend="graft") has compiled in this process, in order; those
+    of functions that were loaded come first."""
+    return [*loaded_reports, *default_backend().reports]

@@ -20,6 +20,7 @@ from graft.api.compiled import CompiledModule
 from graft.api.inductor_passes import passes_for_inductor
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
 from graft.backends.inductor_caches import cache_counts, only_new_artifacts, save_cache_artifacts
+from graft.backends.inductor_saved import compile_ahead
 from graft.testing.failure import failure
 from graft.testing.fusion import Config, Tried, as_module, name_of
 from graft.testing.numbers import compare
@@ -49,6 +50,18 @@ torch.save((results, found.counts, found.reasons), f"{folder}/results.pt")
 """
 
 
+SAVED = """
+import sys, torch
+folder = sys.argv[1]
+module, args = torch.load(f"{folder}/program.pt", weights_only=False)
+from torch._dynamo.aot_compile import AOTCompiledFunction
+from torch._dynamo.utils import counters
+with torch.no_grad(), open(f"{folder}/function", "rb") as file:
+    results = AOTCompiledFunction.deserialize(file.read())(module, *args)
+torch.save((results, counters["stats"]["unique_graphs"]), f"{folder}/results.pt")
+"""
+
+
 @dataclass(frozen=True)
 class RoundTrip:
     """The results of both times, seconds for each, and for Inductor what its caches counted the second time."""
@@ -64,7 +77,7 @@ def cache_round_trip(
     module: Tried,
     args: tuple[Any, ...],
     *,
-    route: Literal["artifact", "inductor", "cache artifacts"] = "artifact",
+    route: Literal["artifact", "inductor", "cache artifacts", "saved function"] = "artifact",
     config: Config = None,
     plugins: Sequence[str] = (),
 ) -> RoundTrip:
@@ -73,12 +86,16 @@ def cache_round_trip(
     artifact: `graft.compile`, `save`, and `graft.load` in a fresh process (`plugins`: modules that it must import for
     their ops). inductor: torch.compile with graft's passes, forgotten and compiled again, now out of its cache.
     cache artifacts: torch.compile(backend="graft"), `graft.save_cache_artifacts`, and a fresh process with empty
-    caches that loads them and compiles; the module's class must be one that it can import.
+    caches that loads them and compiles; the module's class must be one that it can import. saved function:
+    torch.compile(backend="graft") compiles ahead of time and saves, and a fresh process loads and runs that without
+    Dynamo; likewise for such a class.
     """
     __tracebackhide__ = True
     with torch.no_grad():
         if route == "cache artifacts":
             trip = through_artifacts(as_module(module), args, name_of(module))
+        elif route == "saved function":
+            trip = through_saved_function(as_module(module), args, name_of(module))
         elif route == "inductor":
             trip = through_inductor(as_module(module), args, config, name_of(module))
         else:
@@ -160,3 +177,25 @@ def through_artifacts(module: nn.Module, args: tuple[Any, ...], name: str) -> Ro
         )  # fmt: skip
     seconds = middle - started, time.perf_counter() - middle
     return RoundTrip(first, second, seconds, counts["hit"], counts["miss"])
+
+
+def through_saved_function(module: nn.Module, args: tuple[Any, ...], name: str) -> RoundTrip:
+    trust_instruction_sets()
+    reset_compiler()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((module, args), f"{folder}/program.pt")  # as it is before the call
+        compiled = compile_ahead(module, args)
+        compiled.save_compiled_function(f"{folder}/function")
+        first = compiled(module, *args)
+        middle = time.perf_counter()
+        advice = "the module's class must be in a module that another process can import"
+        fresh_process(SAVED, folder, (), f"loads the saved function of {name} and runs it", advice)
+        second, graphs = torch.load(Path(folder) / "results.pt", weights_only=False)
+    reset_compiler()
+    if graphs:
+        raise failure(
+            f"{name} runs from its saved function", f"Dynamo captured {graphs} graphs in the fresh process",
+            advice="what is called beside the function compiles by itself; leave it out",
+        )  # fmt: skip
+    return RoundTrip(first, second, (middle - started, time.perf_counter() - middle))

@@ -138,6 +138,18 @@ def test_cache_artifacts_make_the_round_trip(forks, tmp_path, monkeypatch):
     assert trip.hits and not trip.misses and torch.equal(trip.first, trip.second)
 
 
+def test_a_saved_function_makes_the_round_trip(forks, monkeypatch):
+    """A process that loads torch alone finds graft's ops, and Dynamo captures nothing."""
+    from graft.testing import round_trip
+
+    trip = cache_round_trip(Gated(), (X,), route="saved function")
+    assert torch.equal(trip.first, trip.second)
+    assert graft.backend_reports()[-1].transforms["fuse_swiglu"].status == "applied"
+    monkeypatch.setattr(round_trip, "SAVED", round_trip.SAVED.replace('["unique_graphs"]', '["unique_graphs"] + 1'))
+    with pytest.raises(AssertionError, match="found:    Dynamo captured 1 graphs in the fresh process"):
+        cache_round_trip(Gated(), (X,), route="saved function")
+
+
 def test_a_round_trip_that_changes_the_numbers_is_told(forks, monkeypatch):
     from graft.testing import round_trip
 
