@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from graft.ir.program.frames import forward_frames
 from graft.ir.program.generators import generators_kept, refuse_new_generators
 from graft.ir.program.indexing import TensorPositions
 from graft.ir.program.results import keep_results_apart, result_objects
+from graft.ir.program.zero_sizes import zero_sizes_asked
 from graft.ir.storage import identity
 
 
@@ -100,6 +101,7 @@ def export_once(
     try:
         with (
             sizes,
+            zero_sizes_asked() if exact_sizes else nullcontext(),
             torch.no_grad(),
             _use_lazy_graph_module(True),  # torch writes Python code for 30 graphs on the way: a seventh of the time
             positions or TensorPositions(),

@@ -236,3 +236,47 @@ def test_a_frozen_module_captures_nothing_more_and_a_warm_one_has_it_already(tmp
     torch.testing.assert_close(other(torch.ones(3)), torch.full((3,), 2.0))
     other.save(tmp_path / "saved")
     assert [v.made_by for v in graft.load(tmp_path / "saved").variants] == [v.made_by for v in other.variants]
+
+
+ON_ZERO = {
+    "a dim": lambda x: x.shape[0] == 0,
+    "elements": lambda x: x.numel() == 0,
+    "truth": lambda x: not x.shape[0],
+    "less": lambda x: x.shape[0] < 1,
+    "a product": lambda x: 2 * x.shape[0] == 0,
+}
+
+
+@pytest.mark.parametrize("name", ON_ZERO)
+@pytest.mark.parametrize("first", [3, 0])
+def test_a_branch_on_a_size_of_0_is_a_guard(name, first):
+    """torch takes every size for positive and keeps none; then another size gave the wrong branch's result."""
+
+    def forward(x):
+        return x.sum() + 7 if ON_ZERO[name](x) else x.sum() - 7
+
+    dims = {"x": {0: Dim.AUTO, 1: Dim.AUTO}}
+    compiled = graft.compile(forward, (torch.ones(first, 4),), dynamic_shapes=dims, backend="eager")
+    for shape in ((3, 4), (0, 4), (1, 4), (2, 2), (0, 1)):
+        assert torch.equal(compiled(torch.ones(shape)), forward(torch.ones(shape)))
+    assert len(compiled.variants) == 2
+
+
+def test_what_operators_ask_of_sizes_for_themselves_is_no_guard():
+    def forward(x):
+        return x.reshape(-1, 2, 2).sum(1), torch.cat((x, x)).softmax(-1)
+
+    compiled = graft.compile(forward, (torch.ones(3, 4),), dynamic_shapes={"x": {0: Dim.AUTO}}, backend="eager")
+    assert compiled.variants[0].signature.guards == ()
+    for found, right in zip(compiled(torch.ones(0, 4)), forward(torch.ones(0, 4)), strict=True):
+        assert found.shape == right.shape
+
+
+def test_a_check_of_a_size_stays_a_check():
+    def forward(x):
+        torch._check(x.shape[0] > 0, lambda: "no rows")
+        return x.sum()
+
+    compiled = graft.compile(forward, (torch.ones(3, 4),), dynamic_shapes={"x": {0: Dim.AUTO}}, backend="eager")
+    with pytest.raises(UsageError, match="no rows"):
+        compiled(torch.ones(0, 4))

@@ -22,6 +22,7 @@ from graft.ir.edit import fake_mode
 from graft.ir.io.literals import decode_literal, encode_literal
 from graft.ir.io.symbols import finite
 from graft.ir.nodes import placeholders, static_int, val
+from graft.ir.program.zero_sizes import zero_guards
 
 SYMBOL = re.compile(r"[A-Za-z_]\w*")
 # what sympy and torch write in guards
@@ -263,6 +264,7 @@ def guard_texts(gm: GraphModule) -> list[str]:
         return []
     asserts = [item.expr for items in environment.deferred_runtime_asserts.values() for item in items]
     exprs = [environment.simplify(expr) for expr in (*(guard.expr for guard in environment.guards), *asserts)]
+    exprs += zero_guards(environment)
     return [guard for guard in dict.fromkeys(map(str, exprs)) if guard != "True"]
 
 
