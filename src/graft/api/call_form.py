@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,18 @@ from graft.capture.dynamic import conform, structure
 
 NO_CONTAINERS: Mapping[str, Any] = {"args": (), "kwargs": {}}  # of modules that were saved before there were any
 PLAIN = (type(None), bool, int, float, str)
+
+
+def calls_of(calls: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What `warm` is given, as arguments and keyword arguments."""
+    listed = isinstance(calls, Sequence) and not isinstance(calls, str)
+    wrong = calls if not listed else next((c for c in calls if not isinstance(c, (tuple, list, Mapping))), None)
+    if wrong is not None or not listed:
+        raise UsageError(
+            "warm takes a list of calls, each a tuple of arguments or a dict of keyword arguments, as in"
+            f" compiled.warm([(x,)]); it was given {'a call that is ' * listed}a {type(wrong).__name__}"
+        )
+    return [((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {}) for call in calls]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graft.api.call_form import CallForm
+from graft.api.call_form import CallForm, calls_of
 from graft.api.checks import BufferCheck
 from graft.api.functionalization import joined_record
 from graft.api.gradients import refuse_inputs, requiring, run_honoured
@@ -307,8 +307,7 @@ class CompiledModule(torch.nn.Module):
             )
         frozen, self.frozen = self.frozen, False
         try:
-            for call in calls:
-                args, kwargs = ((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {})
+            for args, kwargs in calls_of(calls):
                 args, kwargs = self.form.apply(args, kwargs)
                 self.choose(args, kwargs, flat(args, kwargs))
         finally:

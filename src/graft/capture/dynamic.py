@@ -3,25 +3,48 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.export import Dim
 
-from graft.base.errors import UsageError
+from graft.base.errors import UnknownInput, UsageError
 from graft.ir.nodes import leaves
 
 Spec = Any  # of one input: None, {dim: Dim…}, a sequence of them, or a Dim for a number
 
 
-def spread(spec: Any, value: Any) -> Any:
+def spread(spec: Any, value: Any, name: str = "") -> Any:
     """`spec` in the structure of `value`, so that every input has its own entry."""
     if isinstance(value, dict):
-        return {key: spread(spec.get(key) if isinstance(spec, dict) else None, item) for key, item in value.items()}
+        entries = mapping(spec, name)
+        unknown = [key for key, entry in entries.items() if key not in value and entry is not None]
+        if unknown:
+            asked, *known = (f"{name}.{key}".removeprefix(".") for key in (unknown[0], *value))
+            raise UnknownInput(asked, known)
+        return {key: spread(entries.get(key), item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        given = spec if isinstance(spec, (list, tuple)) else [None] * len(value)
-        return like(value, [spread(entry, item) for entry, item in zip(given, value, strict=True)])
+        given = spec if isinstance(spec, (list, tuple)) else [mapping(spec, name, none=True)] * len(value)
+        if len(given) != len(value):
+            raise UsageError(
+                f"dynamic_shapes has {len(given)} entries for {name.removeprefix('.')}, which has {len(value)}"
+            )
+        pairs = enumerate(zip(given, value, strict=True))
+        return like(value, [spread(entry, item, f"{name}[{index}]") for index, (entry, item) in pairs])
+    return spec
+
+
+def mapping(spec: Any, name: str, *, none: bool = False) -> Any:
+    """The entries for what a container holds, by key; `none`: of a list, which is told by position or not at all."""
+    if spec is None or spec == {}:
+        return None if none else {}
+    if none or not isinstance(spec, Mapping):
+        how = "a list, with one for each item" if none else "a dict, with one for each key"
+        raise UsageError(
+            f"the entry of dynamic_shapes for {name.removeprefix('.') or 'the call'} is {spec!r:.60}; it holds"
+            f" several inputs, so give {how}"
+        )
     return spec
 
 
@@ -69,6 +92,8 @@ def spread_call(
     """The specs by parameter of `module.forward`, as torch.export wants them."""
     bound = bound_arguments(module, args, kwargs)
     if isinstance(dynamic_shapes, (list, tuple)):
+        if len(dynamic_shapes) != len(bound):
+            raise UsageError(f"dynamic_shapes has {len(dynamic_shapes)} entries, and the call {len(bound)} inputs")
         dynamic_shapes = dict(zip(bound, dynamic_shapes, strict=True))
     return spread(dynamic_shapes or {}, bound)
 

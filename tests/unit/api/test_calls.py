@@ -206,3 +206,38 @@ def test_a_cache_is_writable_where_it_is_called():
     assert k.eq(1).all()
     with pytest.raises(ReadOnlyInput, match="overlaps itself"):
         compiled(torch.zeros(20).as_strided((3,), (0,)), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"xs": {0: Dim.AUTO}}, r"names 'xs', which is no input of the call; did you mean 'x'\? Known: b, x"),
+        ({"b": {"ids_": {0: Dim.AUTO}}}, r"names 'b.ids_', .* did you mean 'b.ids'"),
+        ({"b": {0: Dim.AUTO}}, "names 'b.0'"),
+        ({"b": {"pair": {0: Dim.AUTO}}}, "for b.pair is .* give a list, with one for each item"),
+        ({"b": {"pair": [None]}}, "has 1 entries for b.pair, which has 2"),
+        ({"b": [None]}, "for b is .* give a dict, with one for each key"),
+        (({0: Dim.AUTO},), "dynamic_shapes has 1 entries, and the call 2 inputs"),
+        ({"x": {0: Dim.AUTO}, "mask": None, "b": {"pair": [None, {}]}}, None),
+    ],
+)
+def test_entries_of_dynamic_shapes_that_name_no_input_are_refused(shapes, message):
+    def forward(x, b, mask=None):
+        return x + b["ids"] + b["pair"][1]
+
+    call = torch.ones(3), {"ids": torch.ones(1), "pair": [torch.ones(1), torch.ones(1)]}
+    if message is None:
+        compiled = graft.compile(forward, call, dynamic_shapes=shapes, backend="eager")
+        assert compiled(torch.ones(5), call[1]).shape == (5,)
+        return
+    with pytest.raises(UsageError, match=message):
+        graft.compile(forward, call, dynamic_shapes=shapes, backend="eager")
+
+
+def test_warm_says_what_it_takes():
+    compiled = graft.compile(torch.neg, (torch.ones(3),), backend="eager")
+    x = torch.ones(3)
+    for wrong, name in ((x, "Tensor"), ([x], "call that is a Tensor"), ({"input": x}, "dict"), (None, "NoneType")):
+        with pytest.raises(UsageError, match=rf"compiled\.warm\(\[\(x,\)\]\); it was given a {name}"):
+            compiled.warm(wrong)
+    compiled.warm([(torch.ones(3),), [torch.ones(3)]])

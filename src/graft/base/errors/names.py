@@ -27,6 +27,11 @@ class TransformOff(UsageError):
         )
 
 
+class UnknownInput(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"dynamic_shapes names {name!r}, which is no input of the call{near(name, known)}")
+
+
 class UnknownOp(UsageError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"unknown op {name!r}{near(name, known)}")
