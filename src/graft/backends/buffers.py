@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graft.ir.storage import extent
+from graft.ir.storage import extent, with_bits
 
 # Gives one result of a replay from the call's arguments and the capture's own results, by their position.
 Take = Callable[[Sequence[Any], Mapping[int, torch.Tensor]], Any]
@@ -29,6 +29,7 @@ class Staging:
     def like(tensor: torch.Tensor) -> Staging:
         with torch.inference_mode(False):  # a buffer made inside inference mode could not be filled outside of it
             buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            buffer = with_bits(buffer, tensor.is_conj(), tensor.is_neg())  # so that views of it are the caller's
         return Staging(buffer, not elements_are_apart(tensor))
 
     def fill(self, given: torch.Tensor) -> int:
@@ -82,9 +83,10 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def view(memory_of: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
-    """A tensor of the dtype and layout of `like`, `offset` bytes into the storage of `memory_of`."""
+    """A tensor of the dtype, the layout and the bits of `like`, `offset` bytes into the storage of `memory_of`."""
     empty = torch.empty(0, dtype=like.dtype, device=memory_of.device)
-    return empty.set_(memory_of.untyped_storage(), offset // like.itemsize, like.shape, like.stride())
+    made = empty.set_(memory_of.untyped_storage(), offset // like.itemsize, like.shape, like.stride())
+    return with_bits(made, like.is_conj(), like.is_neg())
 
 
 def start(tensor: torch.Tensor) -> int:
@@ -109,9 +111,7 @@ def locate(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[list[Take], dic
             takes.append(take_value(output))
         elif same is not None:
             takes.append(take_argument(same))
-        elif address_of(output) in owners and not (
-            output.is_conj() or output.is_neg()
-        ):  # flags that `set_` would lose
+        elif address_of(output) in owners:
             owner = owners[address_of(output)]
             takes.append(take_view(owner, output, start(output) - start(args[owner])))
         else:
@@ -134,6 +134,7 @@ def take_kept(position: int) -> Take:
 
 def take_view(index: int, output: torch.Tensor, offset: int) -> Take:
     like = torch.empty(0, dtype=output.dtype, device="meta").as_strided(output.shape, output.stride())
+    like = with_bits(like, output.is_conj(), output.is_neg())
     return lambda args, _kept: view(args[index], like, start(args[index]) + offset)
 
 
@@ -147,7 +148,7 @@ def copies(kept: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     stores: dict[int, torch.Tensor] = {}
     made = {}
     for (position, tensor), where in zip(kept.items(), addresses, strict=True):
-        if addresses.count(where) == 1:
+        if addresses.count(where) == 1 and not (tensor.is_conj() or tensor.is_neg()):
             made[position] = tensor.clone()
         else:
             if where not in stores:

@@ -25,6 +25,7 @@ from graft.backends.eager import ran_here
 from graft.backends.inductor_caches import WatchedCall, without_caches
 from graft.backends.inductor_loops import counters_allowed, has_counted_loops, with_counters
 from graft.backends.lowered import InductorSettings, Lowered
+from graft.backends.negative_bits import refuse_negative, without_negative
 from graft.base.errors import GraftError, GraphRefused, Recompiled, UsageError, near
 from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
@@ -46,6 +47,7 @@ def lower_inductor(
     refuse_named_kernels(kernels)
     settings = settings or InductorSettings()
     patches = inductor_patches(settings)
+    refuse_negative((*gm.named_buffers(), *gm.named_parameters()))
     trust_instruction_sets()
     notes = [INDUCTOR_NOTE]
     if has_streams(gm.graph):
@@ -57,7 +59,7 @@ def lower_inductor(
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=patches)
     if has_counted_loops(gm.graph):
         compiled = with_counters(compiled)
-    call = WatchedCall(told_failures(with_right_artifacts(compiled, gm)))
+    call = WatchedCall(told_failures(without_negative(with_right_artifacts(compiled, gm))))
     return Lowered(call, "inductor", ran_here(gm), tuple(notes), later=call.notes)
 
 
@@ -229,7 +231,7 @@ def compile_with_inductor(
     patches = inductor_patches(settings or InductorSettings())
     with autograd_cache(inputs), counters_allowed(gm.graph, inputs):
         compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
-    return compiled
+    return without_negative(compiled)
 
 
 def python_dispatcher() -> AbstractContextManager[Any]:

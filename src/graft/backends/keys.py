@@ -141,7 +141,7 @@ class Arguments:
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg(), tensor.device
 
 
 def bound(tensor: torch.Tensor) -> Token:
@@ -157,7 +157,7 @@ def change(old: Token, new: Token, is_state: bool) -> str:
     if VALUE in (old[0], new[0]):
         return f"new value {new[1]}, was {old[1]}"
     if old[2] != new[2]:
-        names = ("shape", "strides", "dtype", "device")
+        names = ("shape", "strides", "dtype", "conjugate bit", "negative bit", "device")
         pairs = zip(names, old[2], new[2], strict=True)
         return ", ".join(f"new {name} {now}, was {was}" for name, was, now in pairs if was != now)
     if old[0] != new[0]:

@@ -25,7 +25,7 @@ def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         return (id(tensor),)  # sparse: several tensors make one, and it has no strides
     location = storage_id(tensor), tensor.storage_offset()
-    return (*location, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (*location, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -33,3 +33,15 @@ def extent(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def plain_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers as they lie in memory, without the bits that say to conjugate or negate when reading."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    """A view of the same memory that is read with these bits; `tensor` has none."""
+    tensor = tensor.conj() if conj else tensor
+    return torch._neg_view(tensor) if neg else tensor

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from graft.base.errors import DumpError
 from graft.ir.edit import attribute
 from graft.ir.effects import mutated_roots
-from graft.ir.storage import extent, identity
+from graft.ir.storage import extent, identity, plain_bits, with_bits
 from graft.ir.verify import module_state
 
 
@@ -33,6 +33,8 @@ class TensorEntry:
     offset: int | None  # in elements from the start of the span; None for a tensor that is stored as it is
     device: str
     requires_grad: bool = False
+    conj: bool = False  # it is conjugated, or negated, when it is read
+    neg: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def pack(graphs: Sequence[GraphModule]) -> PackedTensors:
         key = names[id(members[0])][0]
         alone = len(members) == 1 and members[0].is_contiguous()
         data = members[0].detach() if alone else span(members, [names[id(m)][0] for m in members])
+        data = plain_bits(data)
         files[is_state][key] = data
         for tensor in members:
             offset = None if alone else int(tensor.storage_offset()) - first_offset(members)
@@ -79,7 +82,8 @@ def describe(
 ) -> TensorEntry:
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
     layout = tuple(tensor.shape), tuple(tensor.stride())
-    return TensorEntry(names, kind, written, key, *layout, offset, str(tensor.device), tensor.requires_grad)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return TensorEntry(names, kind, written, key, *layout, offset, str(tensor.device), tensor.requires_grad, *bits)
 
 
 def clusters(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -125,6 +129,7 @@ def unpack(entries: list[dict[str, Any]], weights: Mapping[str, Any], state: Map
         tensor = moved[location]
         if entry.offset is not None:
             tensor = tensor.as_strided(entry.shape, entry.stride, entry.offset)
+        tensor = with_bits(tensor, entry.conj, entry.neg)
         if entry.kind == "parameter":
             tensor = torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
         found |= dict.fromkeys(entry.names, tensor)

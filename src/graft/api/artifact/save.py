@@ -107,7 +107,11 @@ def devices(gm: GraphModule) -> list[str]:
 
 def state_tensors(packed: PackedTensors, initial: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     current = {f"current/{key}": tensor for key, tensor in packed.state.items()}
-    return current | {f"initial/{name}": tensor.detach().contiguous() for name, tensor in initial.items()}
+    return current | {f"initial/{name}": values_of(tensor) for name, tensor in initial.items()}
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
