@@ -28,7 +28,7 @@ def check_settings(request: EngineRequest) -> None:
 def build(
     request: EngineRequest, starter: Starter, place: RankPlace | None = None, workers: Workers | None = None
 ) -> EngineParts:
-    """place, workers: see assemble. Parts are cut from floats: the blocks of a GGUF file are read as such."""
+    """place, workers: see assemble."""
     check_settings(request)
     with BUILDING:
         return built(request, starter, place, workers)
@@ -40,7 +40,7 @@ def built(request: EngineRequest, starter: Starter, place: RankPlace | None, wor
 
     loaded = load_decoder(
         request.model, dtype=request.dtype, device=request.device, backend=request.backend,
-        quantize="none" if request.quantize is None and place is not None else request.quantize,
+        quantize=request.quantize, ranks=1 if place is None else place.world,
         kv_cache_dtype=request.sizes.kv_cache_dtype, trust_remote_code=request.trust_remote_code,
         headless=request.sizes.runner == "pooling", progress=starter.progress,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from graft.models.requests import (
     sampling_notes,
     unused_notes,
 )
+from graft.models.sliced import sliced_model, slices_problem
 from graft.weights.checkpoint import check_folder, refusing
 from graft.weights.gguf.blocks import blocks_folder, float_model, lazy_model
 from graft.weights.gguf.convert import convert_gguf, converted_note, stored_dtype
@@ -44,12 +45,14 @@ def load_model(
     in_blocks: bool = False,
     trust_remote_code: bool = False,
     headless: bool = False,
+    ranks: int = 1,
 ) -> LoadedModel:
     """Loads for inference. `device="meta"` builds registry models without weights.
 
     in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.lazy).
     trust_remote_code: Python code that a folder brings may run. headless: nobody reads logits, so a folder may have
-    no weights for the output projection.
+    no weights for the output projection. ranks: as many share the weights, and this one reads its part when it knows
+    which that is (LoadedModel.lazy).
     """
     check_name(name)
     target = resolve_device(device)
@@ -61,14 +64,14 @@ def load_model(
             return build_random(entry, resolve_dtype(dtype, target, torch.bfloat16), target)
         if in_blocks and target.type == "cpu":
             file = embedded_gguf(entry.name, entry.settings, progress)
-            return load_blocks(blocks_folder(file, progress, entry.name), entry.name, dtype)
+            return load_blocks(blocks_folder(file, progress, entry.name), entry.name, dtype, ranks)
         folder = embedded_folder(entry.name, entry.settings, progress, stored=stored)
-        return load_converted(folder, entry.name, dtype, target)
+        return load_converted(folder, entry.name, dtype, target, ranks)
     if path.is_dir():
-        return load_folder(path, path.resolve().name, dtype, target, trust_remote_code, headless)
+        return load_folder(path, path.resolve().name, dtype, target, trust_remote_code, headless, ranks)
     if in_blocks and target.type == "cpu":
-        return load_blocks(blocks_folder(path, progress), path.stem, dtype)
-    return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, target)
+        return load_blocks(blocks_folder(path, progress), path.stem, dtype, ranks)
+    return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, target, ranks)
 
 
 def build_random(entry: RegistryEntry, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -89,8 +92,10 @@ def load_folder(
     device: torch.device,
     trust_remote_code: bool = False,
     headless: bool = False,
+    ranks: int = 1,
 ) -> LoadedModel:
-    """A Hugging Face folder. Tensors are read one after another, straight into the model."""
+    """A Hugging Face folder. Tensors are read one after another, straight into the model; of several ranks each
+    reads its part of them later, where the files can be read in parts."""
     check_folder(folder)
     check_requests(folder)
     with asking_for_code(folder, str(folder), trust_remote_code):
@@ -100,33 +105,39 @@ def load_folder(
         config._attn_implementation = family.reference_attention if family else None
         wanted = resolve_dtype(dtype, device, config.dtype or torch.float32)
         head = share_head(folder, config, trust_remote_code) if headless else ()
-        check_promises(folder, config, wanted, trust_remote_code)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=wanted,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            trust_remote_code=trust_remote_code,
-        )
+        problem = slices_problem(folder) if ranks > 1 else None
+        check_promises(folder, config, wanted, trust_remote_code, 1 if problem else ranks)
+        lazy = None
+        if ranks > 1 and problem is None:
+            model, info, lazy = sliced_model(folder, config, wanted, device)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=wanted,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                trust_remote_code=trust_remote_code,
+            )
     refuse_differences(folder, info)
     refuse_foreign_tensors(folder, model)
     tokenizer = load_tokenizer(folder, trust_remote_code)
     notes = (*head, *code_notes(folder, trust_remote_code), *unused_notes(folder, model), *sampling_notes(model))
-    return LoadedModel(
-        name, on_device(model.eval(), device), tokenizer, family, context, folder=folder.resolve(), notes=notes
-    )
+    if problem is not None:
+        notes = (*notes, f"every rank read all of {folder}, because {problem}")
+    on = on_device(model.eval(), device) if lazy is None else model.eval()
+    return LoadedModel(name, on, tokenizer, family, context, lazy, folder=folder.resolve(), notes=notes)
 
 
-def load_converted(folder: Path, name: str, dtype: str, device: torch.device) -> LoadedModel:
+def load_converted(folder: Path, name: str, dtype: str, device: torch.device, ranks: int) -> LoadedModel:
     """A folder that was made from a GGUF file."""
     note_use(folder)
-    model = load_folder(folder, name, dtype, device)
+    model = load_folder(folder, name, dtype, device, ranks=ranks)
     return replace(model, folder=None, notes=(*model.notes, converted_note(folder, model.module.dtype)))
 
 
-def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
+def load_blocks(folder: Path, name: str, dtype: str, ranks: int) -> LoadedModel:
     """A GGUF file on the CPU, its quantised weights left where they are."""
     note_use(folder)
     target = torch.device("cpu")
@@ -135,7 +146,7 @@ def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         family = family_of(config.model_type, name)
         options = (folder, number, family.reference_attention if family else None)
-        model, lazy = lazy_model(*options)
+        model, lazy = lazy_model(*options, sliced=ranks > 1)
         context = read_context(folder, config)
     return LoadedModel(name, model, load_tokenizer(folder), family, context, lazy, lambda: float_model(*options))
 

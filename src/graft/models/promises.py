@@ -69,8 +69,11 @@ def family_problem(config: Any) -> str:
     return "its config has no max_position_embeddings, so the context is not known"
 
 
-def check_promises(folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
-    """Raises where the model of `config` is larger than the weight files, or than the memory.
+def check_promises(
+    folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool = False, shares: int = 1
+) -> None:
+    """Raises where the model of `config` is larger than the weight files, or than the memory. shares: ranks that each
+    hold a part of it.
 
     transformers gives weights that no file has random numbers, after it has allocated them: a config of a 7B model
     over small weights would end in the system killing the process.
@@ -87,7 +90,10 @@ def check_promises(folder: Path, config: Any, dtype: torch.dtype, trust_remote_c
     if getattr(config, "quantization_config", None) is None:
         check_parameters(folder, config, stored, held, trust_remote_code)
     changed = sum(each.numbers for each in stored.values() if NAMES.get(each.dtype) is not dtype)
-    needed, free = changed * dtype.itemsize, free_memory(CPU)  # those in the file's dtype stay pages of the file
+    needed, free = (
+        changed * dtype.itemsize // shares,
+        free_memory(CPU),
+    )  # those in the file's dtype stay pages of the file
     if needed > free:
         raise OutOfMemory(
             f"the weights in {folder} take {size_text(needed)} in {str(dtype).rpartition('.')[2]}, but"

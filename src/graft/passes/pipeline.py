@@ -12,11 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from graft.base.authors import told
+from graft.base.device_memory import size_text
 from graft.base.errors import GraftError, OrderError, TransformError
 from graft.ir.canonical.normal_form import drop_dead, drop_unused_state
+from graft.ir.edit import attribute
 from graft.ir.verify import GraphSnapshot, verify
 from graft.memory.verify import Uses, check_memory
 from graft.passes.accounting import check_accounted
@@ -29,6 +32,7 @@ from graft.passes.registry import TransformRegistry
 from graft.passes.report import Report, TransformRecord
 
 log = logging.getLogger("graft")
+BEFORE_PARTS = (Stage.MATCH, Stage.SHARD)  # weights have shapes alone until ranks know their parts
 Progress = Callable[[str, int, int], None]  # transform name, how many are done, how many there are
 # sees the graph before and after a transform that matched, and gives the record back, perhaps with more in it
 Observer = Callable[[GraphModule, GraphSnapshot, BaseTransform, TransformRecord], TransformRecord]
@@ -92,6 +96,8 @@ def run_pipeline(
         if progress:
             progress(name, index, len(names))
         settings = config.transforms[name]
+        if settings.stage not in BEFORE_PARTS:
+            read_floats(gm, context)
         with no_collection():
             transform = TransformRegistry.get(name)(settings)
             records[name] = run_one(gm, transform, settings, context, config.verify, observe)
@@ -116,6 +122,18 @@ def run_pipeline(
     report = Report(model, records, notes=tuple(context.notes))
     dumps.finish(report, config, context)
     return report
+
+
+def read_floats(gm: GraphModule, context: Context) -> None:
+    """Of weights that lie in files as floats: once it is known which part of each the graph needs, and before a
+    transform makes others of them. Blocks stay where they are (weights/lazy.py)."""
+    if context.lazy is None or not context.lazy.sources:
+        return
+    read = (attribute(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr")
+    if not context.lazy.fill_floats(tensor for tensor in read if isinstance(tensor, Tensor)):
+        return
+    size, taken = sum(file.path.stat().st_size for file in context.lazy.files), context.lazy.taken
+    context.notes.append(f"weights: {size_text(taken)} of {size_text(size)} in files were read here")
 
 
 @contextmanager

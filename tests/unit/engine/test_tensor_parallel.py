@@ -20,6 +20,7 @@ from graft.base.errors import EngineFailed, RankFailed, UsageError
 from graft.dist.group import connect
 from graft.dist.launcher import Launched, meeting_place
 from graft.dist.sizes import check_heads, possible_sizes
+from graft.models.load import load_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
 GREEDY = graft.SamplingParams(max_tokens=12, ignore_eos=True)
@@ -55,7 +56,9 @@ def own_threads():
 @pytest.mark.usefixtures("own_threads")
 def test_two_ranks_from_their_start_to_their_end(tmp_path):
     """One test, because starting a process takes seconds."""
-    one, two = graft.LLM("tiny-llama", backend="eager", **OPTIONS), start()
+    folder = tmp_path / "model"
+    load_model("tiny-llama", dtype="float32", device="cpu").module.save_pretrained(folder)
+    one, two = (graft.LLM(folder, tensor_parallel_size=n, backend="eager", **OPTIONS) for n in (1, 2))
     same_tokens(one, two)
     smaller(one, two)
     told(two)
@@ -79,6 +82,7 @@ def smaller(one, two):
     assert two.engine.tensors[0].shape[2] * 2 == one.engine.tensors[0].shape[2]
     weights = [sum(p.nbytes for p in llm.graph_module.parameters()) for llm in (one, two)]
     assert weights[1] < 0.52 * weights[0]
+    assert two.model.lazy.taken < 0.52 * sum(file.path.stat().st_size for file in two.model.lazy.files)
 
 
 def told(two):

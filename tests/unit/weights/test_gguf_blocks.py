@@ -15,9 +15,10 @@ from graft.base.errors import CheckpointError, PackingError, UsageError
 from graft.bench.quality import engine_logits
 from graft.models.load import load_model
 from graft.passes.config import load_config
+from graft.weights.file_rows import FileRows
 from graft.weights.gguf.blocks import INDEX, blocks_folder, lazy_model
 from graft.weights.gguf.reader import one_reader
-from graft.weights.lazy import FileRows, LazyWeights, untouched
+from graft.weights.lazy import LazyWeights, untouched
 from graft.workbench.native import native_source
 from marks import short
 from native_cases import needs_compiler
@@ -115,7 +116,7 @@ def test_a_configuration_stands_above_the_default(file):
     off = {"transforms": {"quantize_linear": {"enabled": False}}}
     asked = LLM(file, device="cpu", backend="native", config=off, kv_cache_memory="8MiB")
     assert asked.quantized is None
-    assert any("9 of the file's were dequantised, because the graph reads" in note for note in asked.report.notes)
+    assert any("9 of the file's were read whole, because the graph reads" in note for note in asked.report.notes)
 
 
 @needs_compiler
@@ -193,3 +194,43 @@ def test_one_reader_serves_all_and_is_gone_afterwards(file):
     assert {n: [bytes(p) for p in f.parts] for n, f in plain.fields.items()} == {
         n: [bytes(p) for p in f.parts] for n, f in first.fields.items()
     }
+
+
+@pytest.mark.parametrize("file", FILES, indirect=True)
+def test_a_part_of_blocks_is_the_files_own(file):
+    """Rows of any order, and columns where no cut goes through a block; else the numbers of the part alone."""
+    model = load_model(file, device="cpu", in_blocks=True, ranks=2)
+    whole, lazy = load_model(file, device="cpu", in_blocks=True), model.lazy
+    assert lazy is not None and whole.floats is not None
+    expected = dict(whole.floats().named_parameters())
+    cut_in_blocks = set()
+    for name, parameter in model.module.named_parameters():
+        if parameter.dim() != 2:
+            continue
+        blocks = lazy.in_blocks(parameter)
+        for axis, size in enumerate(parameter.shape):
+            part, as_stored = lazy.part(parameter.data, axis, [(size // 2, size)])
+            if blocks and as_stored:
+                held = sum(rows.nbytes for rows in lazy.of(part))
+                assert held == sum(rows.nbytes for rows in lazy.of(parameter)) // 2
+                cut_in_blocks.add((name.rpartition("_proj")[0].rpartition(".")[2], axis))
+            assert as_stored or lazy.of(parameter)[0].quant == "Q4_K"
+            lazy.fill(part)
+            assert torch.equal(part, expected[name].narrow(axis, size // 2, size - size // 2)), (name, axis)
+    assert {("q", 0), ("k", 0)} < cut_in_blocks, "rows in another order than llama.cpp's"
+    assert ("down", 1) in cut_in_blocks
+
+
+def test_pieces_of_rows_stay_in_blocks_and_pieces_of_columns_do_not(file):
+    lazy = load_model(file, device="cpu", in_blocks=True, ranks=2).lazy
+    rows = FileRows("Q8_0", torch.randint(0, 60, (8, 4 * 34), dtype=torch.uint8))
+    whole = untouched((8, 128), torch.float32)
+    assert lazy is not None
+    lazy.put(whole, rows)
+    expected = torch.empty(8, 128)
+    rows.read(((0, 8), (0, 128)), expected)
+    for axis, pieces, stays in ((0, [(0, 2), (5, 8)], True), (1, [(0, 32), (64, 128)], False), (1, [(3, 70)], False)):
+        part, as_stored = lazy.part(whole, axis, pieces)
+        assert as_stored is stays
+        lazy.fill(part)
+        assert torch.equal(part, torch.cat([expected.narrow(axis, a, b - a) for a, b in pieces], axis))

@@ -118,13 +118,19 @@ def fingerprint(model: LoadedModel, weights: Module, cache_dtype: torch.dtype | 
     """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each), and
     the cache's dtype where it is not theirs.
 
-    The weights are those that the graph reads, quantized or not; the module may have freed its own.
+    The weights are those that the graph reads, quantized or not; the module may have freed its own. Of those that
+    still lie in their file a few are read there.
     """
     digest = blake2b(digest_size=16)
     digest.update(model.module.config.to_json_string().encode())
     if cache_dtype is not None:
         digest.update(f"cache {cache_dtype}".encode())
     for name, weight in weights.named_parameters():
-        some = weight.detach().flatten()[:8].float().cpu()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {sample(model, weight)}".encode())
     return digest.hexdigest()
+
+
+def sample(model: LoadedModel, weight: torch.Tensor) -> object:
+    if model.lazy is not None and weight in model.lazy:
+        return model.lazy.sample(weight)
+    return weight.detach().flatten()[:8].float().cpu().tolist()

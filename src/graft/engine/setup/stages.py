@@ -85,6 +85,7 @@ def load_decoder(
     kv_cache_dtype: str = "auto",
     trust_remote_code: bool = False,
     headless: bool = False,
+    ranks: int = 1,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """A GGUF file's weights stay in its blocks where the native backend reads them so, and nobody asks for floats."""
@@ -92,7 +93,7 @@ def load_decoder(
     blocks = decoder_backend(backend, resolve_device(device), torch.float32)[0] == "native" and as_stored
     return load_model(
         model, dtype=dtype, device=device, progress=progress, in_blocks=blocks, trust_remote_code=trust_remote_code,
-        headless=headless,
+        headless=headless, ranks=ranks,
     )  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def settings_for(
     else:
         chosen = (*sets, *quantize_sets(quantize))
         settings = load_config(config, model=overlay(model), sets=chosen, plugins=tuple(plugins))
-    if model.lazy is not None and no_format_asked(settings):
+    if model.lazy is not None and model.lazy.parts and no_format_asked(settings):
         settings = with_sets(settings, quantize_sets("file"))
     require_cache(settings)
     return settings
@@ -187,7 +188,10 @@ def free_cut_weights(
     """A rank keeps its parts of the weights, and gives up the rest as soon as the parts are checked."""
     if transform.name == "shard_tensor_parallel":
         read = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr" and node.users}
-        release(gm, owned, *(name for name in context.outputs["sharded"] if name not in read))
+        gone = [name for name in context.outputs["sharded"] if name not in read]
+        if context.lazy is not None:
+            context.lazy.drop(*(attribute(gm, name) for name in gone))
+        release(gm, owned, *gone)
     return record
 
 
@@ -211,12 +215,12 @@ def weight_formats(settings: PipelineConfig) -> tuple[str, ...]:
 
 
 def filled(lazy: LazyWeights | None, gm: GraphModule, why: str) -> list[str]:
-    """Dequantises what of a file the graph's parameters stand for; a line for the report."""
+    """Reads all of what the graph's parameters stand for in a file, as floats; a line for the report."""
     if lazy is None:
         return []
     read = [attribute(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"]
     done = lazy.fill_all(tensor for tensor in read if isinstance(tensor, Tensor))
-    return [f"weights: {len(done)} of the file's were dequantised, because {why}"] if done else []
+    return [f"weights: {len(done)} of the file's were read whole, because {why}"] if done else []
 
 
 def overlay(model: LoadedModel) -> ConfigLayer | None:

@@ -25,12 +25,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from graft.base.errors import CheckpointError
 from graft.base.files import Progress, atomic_folder, cache_dir
 from graft.weights.checkpoint import check_folder, refusing
+from graft.weights.file_rows import FileRows
 from graft.weights.gguf.convert import check_gguf, identity, write_front
 from graft.weights.gguf.names import Names
 from graft.weights.gguf.reader import one_reader
 from graft.weights.gguf.support import check_shapes, refuse_dropped
-from graft.weights.lazy import FileRows, LazyWeights, untouched
+from graft.weights.lazy import LazyWeights, untouched
 from graft.weights.native_tiles import GGUF_BYTES
+from graft.weights.recorded import recorded_tensors
+from graft.weights.sources import WeightFile
 
 INDEX, REST = "blocks.json", "rest.safetensors"
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -115,8 +118,11 @@ class NoInit(TorchFunctionMode):
         return func(*args, **given)
 
 
-def lazy_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, LazyWeights]:
-    """The module, with numbers where it has floats of the file, and what stands behind its other parameters."""
+def lazy_model(
+    folder: Path, dtype: torch.dtype, attention: str | None, *, sliced: bool = False
+) -> tuple[Any, LazyWeights]:
+    """The module, with numbers where it has floats of the file, and what stands behind its other parameters. sliced:
+    those floats are not read either."""
     from safetensors.torch import load_file
 
     index = json.loads((folder / INDEX).read_text())
@@ -126,12 +132,15 @@ def lazy_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    lazy = LazyWeights()
+    lazy = LazyWeights(files=(WeightFile.open(folder / REST),) if sliced else ())
+    floats = recorded_tensors(list(lazy.files))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         if name in rows:
             part = rows[name]
             lazy.put(parameter, part if part.raw.numel() else replace(part, raw=rest[name]))
+        elif name in floats:
+            lazy.put_source(parameter, floats[name].source)
         elif name in rest:
             parameter.copy_(rest[name])
         else:

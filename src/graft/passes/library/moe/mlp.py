@@ -251,8 +251,10 @@ def stack_problem(gm: GraphModule, stack: Stack, walk: GraphWalk, lazy: LazyWeig
     other = sharer(gm, tensors)
     if other is not None:
         return f"a weight of the experts shares its memory with {other}"
-    if lazy is not None and any(tensor in lazy for tensor in tensors):
+    if lazy is not None and any(lazy.in_blocks(tensor) for tensor in tensors):
         return "the weights of the experts lie in blocks in their file"
+    if lazy is not None:
+        lazy.fill_floats(tensors)  # one tensor is made of them, of which ranks take parts
     return None
 
 

@@ -111,13 +111,11 @@ class ShardTensorParallel(Rewriter):
     def applies(self, gm: GraphModule, context: Context) -> str | None:
         if self.config.world == 1:
             return "one rank computes all of it; tensor_parallel_size=N (graft run --tensor-parallel N) makes it N"
-        if context.lazy is not None:
-            return "the weights lie in their file in blocks; load them as floats"
         return None
 
     def start(self, gm: GraphModule, context: Context) -> ShardRun:
         editor = Editor(gm, self.name)
-        return ShardRun(gm, context, editor, shards=Shards(editor))
+        return ShardRun(gm, context, editor, shards=Shards(editor, context.lazy))
 
     def candidates(self, run: ShardRun) -> Iterable[ShardSite]:
         """The embedding first: a tied head shares its part. Then attention: what leads to it is none of an MLP. The
@@ -191,6 +189,12 @@ class ShardTensorParallel(Rewriter):
         after = sum(shards.cut.values())
         whole = state - after - shards.before
         run.context.outputs["sharded"] = tuple(shards.cut)
+        if shards.widened:
+            run.context.notes.append(
+                f"shard_tensor_parallel: {len(shards.widened)} weights of the file are dequantised, because a part of"
+                f" them begins or ends inside a block: {', '.join(shards.widened[:3])}"
+                f"{' …' if len(shards.widened) > 3 else ''}"
+            )
         run.context.notes.append(
             f"shard_tensor_parallel: rank {self.config.rank} of {self.config.world} has {size_text(after)} of"
             f" {size_text(shards.before)} in {len(shards.cut)} weights; {size_text(whole)} are whole on every rank"
