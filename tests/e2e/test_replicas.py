@@ -120,6 +120,10 @@ def metric(plain, name):
     return {replica: float(value) for replica, value in lines}
 
 
+def counted(plain, name):
+    return int(re.search(rf"^{name} (\d+)", plain.get("/metrics").text, re.M)[1])
+
+
 def test_answers_are_those_of_one_engine(llm, plain):
     with ThreadPoolExecutor(8) as pool:
         wholes = list(pool.map(lambda n: plain.post("/v1/completions", json=body(n)).json(), range(8)))
@@ -214,8 +218,9 @@ def test_a_replica_is_killed_under_load(llm, plain, sessions):
 
     assert len(before) == 2
     cut = check_streams(llm, load_while(plain, llm, kill))
-    lost = int(re.search(r"graft:gateway_streams_lost_total (\d+)", plain.get("/metrics").text)[1])
+    lost, retries = (counted(plain, f"graft:gateway_{name}_total") for name in ("streams_lost", "retries"))
     assert cut == lost <= 6
+    assert retries + lost <= 6, "the dead one was asked by those alone that had a request there, or on the way"
 
 
 def test_an_engine_process_is_killed_under_load(llm, plain, sessions):

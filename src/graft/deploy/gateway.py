@@ -23,7 +23,6 @@ from graft.base.errors import EngineGone, GraftError, HttpRefused, ReplicaLost
 from graft.deploy.names import directory_actor, this_replica
 from graft.deploy.routing_state import STATE
 from graft.deploy.spec import AppSpec
-from graft.engine.kv.events import from_json
 from graft.serve.generation import new_id
 from graft.serve.http import ClientGone, error_response, error_value, read_body
 from graft.serve.keys import ApiKeys
@@ -46,6 +45,7 @@ class Begun:
     headers: list[tuple[bytes, bytes]]
     first: bytes
     rest: Any  # Ray's generator of pieces
+    ticket: str = ""  # by which the router knows where it is computed
 
     @property
     def streams(self) -> bool:
@@ -101,7 +101,8 @@ class Gateway:
         return []
 
     async def begin(self, scope: dict[str, Any], body: bytes, tokens: list[int]) -> Begun:
-        """Tries replicas until one has begun to answer, or has refused."""
+        """Tries replicas until one has begun to answer, or has refused. Nobody asks one that failed until it is
+        back."""
         avoid: list[str] = []
         for attempt in range(self.spec.attempts):
             ticket = new_id()
@@ -110,7 +111,7 @@ class Gateway:
             )
             try:
                 status, headers, _ = await anext(answer)
-                begun = Begun(status, headers, await anext(answer, b""), answer)
+                begun = Begun(status, headers, await anext(answer, b""), answer, ticket)
             except asyncio.CancelledError:
                 answer.cancel()  # the client is gone
                 raise
@@ -121,8 +122,7 @@ class Gateway:
                 if status != EngineGone.status or attempt + 1 == self.spec.attempts:
                     return begun
             self.retries += 1
-            with STATE.lock:
-                avoid += [STATE.sent[ticket]] if ticket in STATE.sent else []
+            avoid += STATE.lose_sent(ticket)
         raise ReplicaLost(self.spec.attempts)
 
     def must_be_lost(self, error: Exception) -> None:
@@ -141,6 +141,7 @@ class Gateway:
                 yield piece
         except (RayError, RayServeException) as error:
             self.must_be_lost(error)
+            STATE.lose_sent(begun.ticket)
             if not begun.streams:
                 raise
             self.lost += 1
@@ -157,12 +158,7 @@ class Gateway:
             except RayError:
                 await asyncio.sleep(AGAIN)
                 continue
-            with STATE.lock:
-                for replica, told in news.items():
-                    if told is None:
-                        STATE.index.drop(replica)
-                    for event in told or ():
-                        STATE.index.apply(replica, from_json(dict(event)))
+            STATE.hear(news)
 
     async def metrics(self) -> str:
         """This gateway's own, and those of every replica with its name as a label."""

@@ -5,6 +5,7 @@ It runs in the gateway's process, in a thread of Ray's; the gateway feeds the in
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from typing import Any
 
@@ -12,6 +13,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from graft.deploy import routing_state
 from graft.deploy.policy import RoutePolicy
+
+NOBODY = 0.1  # seconds until it is asked again who is there
 
 
 class PrefixRouter(RequestRouter):
@@ -22,14 +25,14 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         asked = pending_request.kwargs if pending_request is not None else {}
-        avoided = set(asked.get("avoid", ()))
+        state = routing_state.STATE  # by its module: this one is sent as a copy
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
-        fit = {name: one for name, one in by_name.items() if name not in avoided} or by_name
+        fit = {name: by_name[name] for name in state.fit(by_name, set(asked.get("avoid", ())))}
         if not fit:
+            await asyncio.sleep(NOBODY)  # Ray asks again at once
             return []
         load = {name: self.replica_queue_len_cache.get(one.replica_id) or 0 for name, one in fit.items()}
         tokens = array("I", asked.get("tokens", b""))
-        state = routing_state.STATE  # by its module: this one is sent as a copy
         with state.lock:
             choice = state.index.choose(tokens, load, self.policy)
             if tokens:
@@ -39,3 +42,8 @@ class PrefixRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
         routing_state.STATE.note_sent(pending_request.kwargs.get("ticket", ""), replica_id.unique_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Ray drops it here, until the controller, which has not noticed yet, names it again."""
+        routing_state.STATE.lose(replica_id.unique_id)
+        super().on_replica_actor_died(replica_id)
