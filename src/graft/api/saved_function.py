@@ -140,7 +140,7 @@ def refuse_other_ops(ops: dict[str, str]) -> None:
         if packet is None:
             raise ArtifactError(
                 WHAT,
-                f"it calls {namespace}::{op}, which nothing here defines; import the module that does, then load",
+                f"it calls {namespace}::{op}, which nothing here defines; first import what does",
             )
         here = getattr(packet, overload or "default", None)
         if here is None or str(here._schema) != schema:
