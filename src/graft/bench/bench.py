@@ -21,14 +21,9 @@ from graft.bench.baselines.baseline import BenchEngine, Peer, Task
 from graft.bench.baselines.hf import BASELINES
 from graft.bench.limits.machine import facts
 from graft.bench.limits.roofline import Roofline
-from graft.bench.limits.traffic import (
-    cache_bytes_per_token,
-    graph_weight_bytes,
-    prompt_flops,
-    step_bytes,
-    weight_bytes,
-)
+from graft.bench.limits.traffic import cache_bytes_per_token, prompt_flops, step_bytes, weight_bytes
 from graft.bench.plan import BenchPlan, Cell
+from graft.bench.ranks import devices_of, quantized_bytes, rank_facts
 from graft.bench.rows import Bench, Row
 from graft.bench.runner import CellWork, Graft, Runner
 from graft.engine.llm import LLM
@@ -90,8 +85,8 @@ def bench(
         for done, cell in enumerate(cells):  # noqa: B007 (read by the progress)
             result = replace(result, rows=(*result.rows, *bench_cell(run, cell)))
     except KeyboardInterrupt:
-        return replace(result, interrupted=True)
-    return result
+        return replace(result, interrupted=True, setup={**result.setup, **rank_facts(llm)})
+    return replace(result, setup={**result.setup, **rank_facts(llm)})
 
 
 def bench_cell(run: BenchRun, cell: Cell) -> list[Row]:
@@ -149,8 +144,10 @@ def work_of(run: BenchRun, cell: Cell, engine: BenchEngine, ours: bool) -> CellW
     if isinstance(engine, Peer):
         return CellWork(engine.step_bytes(cell.batch, tokens), flops)
     read = step_bytes(module, cell.batch, tokens, run.llm.engine.tensors[0].dtype if ours else None)
-    quantized = graph_weight_bytes(run.llm.graph_module) if ours else None
-    return CellWork(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
+    quantized = quantized_bytes(run.llm) if ours else None
+    read = read if quantized is None else read - weight_bytes(module, cell.batch) + quantized
+    devices = devices_of(run.llm) if ours else 1
+    return CellWork(read / devices, flops / devices)
 
 
 def make_baseline(name: str, task: Task) -> BenchEngine:

@@ -56,7 +56,7 @@ def on_ranks(request: EngineRequest, starter: Starter) -> EngineParts:
     from graft.engine.launch.start import start_ranks
 
     check_settings(request)
-    return start_ranks(replace(request, use_cache=False), starter.progress)
+    return start_ranks(replace(request, use_cache=False), starter)
 
 
 def refuse_on_ranks(world: int, what: str) -> NoReturn:

@@ -23,8 +23,9 @@ from graft.bench.kernels.kernel_bytes import kernel_bytes
 from graft.bench.kernels.native_times import native_steps, watched
 from graft.bench.limits.machine import device_name
 from graft.bench.limits.roofline import Roofline
-from graft.bench.limits.traffic import cache_bytes, graph_weight_bytes, weight_bytes
+from graft.bench.limits.traffic import cache_bytes, weight_bytes
 from graft.bench.plan import Cell
+from graft.bench.ranks import devices_of, lowered_of, quantized_bytes
 from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.llm import LLM
@@ -156,7 +157,7 @@ def run_steps(llm: LLM, steps: int, device: torch.device) -> float:
 def profiled(llm: LLM, steps: int, device: torch.device) -> list[Launch]:
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with watched(llm.engine.graph) as noted, profile(activities=[activity]) as profiler:
+    with watched(lowered_of(llm)) as noted, profile(activities=[activity]) as profiler:
         run_steps(llm, steps, device)
     events = profile_events(profiler)
     native = [Launch(*call) for call in native_steps(noted)]
@@ -204,8 +205,9 @@ def summary(
 ) -> StepTimes:
     device = llm.device
     on_gpu = device.type == "cuda"
-    weights = graph_weight_bytes(llm.graph_module) or weight_bytes(llm.model.module, cell.batch)
+    weights = quantized_bytes(llm) or weight_bytes(llm.model.module, cell.batch)
     read = weights + cell.batch * cache_bytes(llm.model.module, context, llm.engine.tensors[0].dtype)
+    read /= devices_of(llm)
     total = sum(launch.duration for launch in launches) / steps
     # own times on a CPU lie inside each other's intervals, so there they never overlap
     busy = union(launches) / steps if on_gpu else total

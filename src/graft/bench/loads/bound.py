@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from graft.bench.limits.roofline import Roofline, float8_rate, measure_roofline
-from graft.bench.limits.traffic import attention_flops, cache_bytes, graph_weight_bytes, matrix_flops, weight_bytes
+from graft.bench.limits.traffic import attention_flops, cache_bytes, matrix_flops, weight_bytes
 from graft.bench.loads.spread import Load
+from graft.bench.ranks import devices_of, quantized_bytes
 from graft.engine.llm import LLM
 
 
@@ -42,9 +43,9 @@ def load_bound(llm: LLM, load: Load, rates: MachineRates) -> float:
     cache = llm.engine.tensors[0]
     prompt = matrix_flops(module, load.isl, 1) / rates.matrix_flops
     prompt += attention_flops(module, load.isl) / rates.attention_flops
-    quantized = graph_weight_bytes(llm.graph_module)
+    quantized = quantized_bytes(llm)
     weights = weight_bytes(module, batch) if quantized is None else quantized
     arithmetic = matrix_flops(module, 1, 1) / rates.matrix_flops
     read = cache_bytes(module, load.isl + load.osl / 2, cache.dtype) / rates.read_bytes
     token = max(arithmetic, weights / batch / rates.read_bytes) + read
-    return load.osl / (prompt + (load.osl - 1) * token)
+    return devices_of(llm) * load.osl / (prompt + (load.osl - 1) * token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,7 @@ from graft.cli.options import (
     Plugins,
     Quantize,
     Sets,
+    TensorParallel,
     TrustRemoteCode,
     read_numbers,
 )
@@ -114,6 +116,7 @@ def bench(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    tensor_parallel: TensorParallel = 1,
     nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
@@ -128,16 +131,21 @@ def bench(
         return bench_start(ctx, model, dtype, device, quantize, repeats, as_json)
     if families:
         return bench_families(ctx, as_json)
+    from graft.bench.ranks import no_baselines
+
     target = checked_place(device, dtype)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
         "quantize": quantize, "trust_remote_code": trust_remote_code, "kv_cache_dtype": kv_cache_dtype,
+        "tensor_parallel_size": tensor_parallel,
     }  # fmt: skip
     if throughput or preset:
         loads = read_loads(throughput, preset, requests, rate)
         more = {"max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
         return under_load(model, loads, preset, plot, as_json, **given, **more)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
+    asked_for = peers or given_by_user(ctx, "against")
+    plan = replace(plan, against=no_baselines(plan.against, asked_for, tensor_parallel))
     check(model, plan, backend, plot, kernels)
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
 
@@ -171,6 +179,10 @@ def bench_engine(
             return table_of_kernels(llm, plan, notes, progress, as_json)
         result = measure(llm, plan, clock.since(CAPTURE), progress, notes, model)
     report(result, plot, as_json)
+
+
+def given_by_user(ctx: typer.Context, name: str) -> bool:
+    return getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
 
 
 def checked_place(device: str, dtype: str) -> torch.device:
@@ -226,10 +238,12 @@ def check(model: str, plan: BenchPlan, backend: str, plot: str | None, kernels: 
 def measure(llm: Any, plan: BenchPlan, built: float, progress: Any, notes: dict[str, Any], source: str) -> Bench:
     from graft.bench.bench import bench as run
     from graft.bench.limits.roofline import measure_roofline
+    from graft.bench.threads import use_threads
 
     progress("measuring what this machine can do", 0, 1)
     module = llm.model.module
-    roofline = measure_roofline(llm.device, module.dtype)
+    with use_threads(plan.threads):  # rank 0 of several has a part of them
+        roofline = measure_roofline(llm.device, module.dtype)
     return run(llm, plan, built, progress, roofline, notes, source)
 
 
@@ -252,11 +266,14 @@ def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress:
     from graft.bench.kernels.kernel_times import kernel_times
     from graft.bench.limits.machine import facts
     from graft.bench.limits.roofline import measure_roofline
+    from graft.bench.ranks import rank_facts
+    from graft.bench.threads import use_threads
     from graft.cli.measure.bench_show import show_kernels
 
     module = llm.model.module
     device = llm.device
-    roofline = measure_roofline(device, module.dtype)
+    with use_threads(plan.threads):
+        roofline = measure_roofline(device, module.dtype)
     tables = []
     for done, cell in enumerate(plan.cells()):
         progress(f"batch {cell.batch}, prompt {cell.prompt}: kernels", done, len(plan.batches) * len(plan.prompts))
@@ -268,6 +285,7 @@ def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress:
             **facts(device),
             "roofline": asdict(roofline),
             **notes,
+            **rank_facts(llm),
         }
         print_json("bench-kernels", {"setup": setup, "steps": [asdict(table) for table in tables]})
         return

@@ -69,6 +69,7 @@ def under_load(
     from graft.bench.loads.published import PRESETS
     from graft.bench.plan import known_context
     from graft.bench.plot import check_plot
+    from graft.bench.ranks import rank_facts
     from graft.cli.measure.bench_show import phase_lines
     from graft.cli.measure.load_show import show_loads
     from graft.cli.show import err
@@ -102,6 +103,7 @@ def under_load(
         "command": shlex.join(["graft", *sys.argv[1:]]),
         "rates": None if rates is None else asdict(rates),
         "published": None if published is None else asdict(published),
+        **rank_facts(llm),
     }
     if plot and rows:
         write_load_plot(setup, rows, published, Path(plot))

@@ -17,12 +17,11 @@ import torch
 
 from graft import __version__
 from graft.base.errors import GraftError, RankFailed, UsageError
-from graft.base.files import Progress
 from graft.dist.group import TorchGroup, connect
 from graft.dist.launcher import Launched, launched, meeting_place
 from graft.dist.sizes import check_heads
 from graft.dist.workers import JOINING, Workers
-from graft.engine.artifact.request import EngineRequest, Starter
+from graft.engine.artifact.request import SILENT, EngineRequest, Starter
 from graft.engine.artifact.target import source_hash
 from graft.engine.engine import Engine
 from graft.engine.fresh import build
@@ -36,18 +35,18 @@ HOST = "127.0.0.1"
 THREADS = "GRAFT_NUM_THREADS"
 
 
-def start_ranks(request: EngineRequest, progress: Progress | None) -> EngineParts:
+def start_ranks(request: EngineRequest, starter: Starter) -> EngineParts:
     """The engine of rank 0. In the other processes of a launcher this follows rank 0, and never returns."""
     world = request.tensor_parallel_size
     check_early(str(request.model), world)
     found = launched()
     if found is None:
-        return led(start_here(request, progress))
+        return led(start_here(request, starter))
     if found.world != world:
         raise UsageError(
             f"tensor_parallel_size is {world}, but {found.by} started {found.world} processes; the two must be equal"
         )
-    return led(join_launched(request, found, progress))
+    return led(join_launched(request, found, starter))
 
 
 def led(parts: EngineParts) -> EngineParts:
@@ -74,21 +73,21 @@ def check_early(model: str, world: int) -> None:
         check_heads(AutoConfig.for_model(entry.family.model_type, **entry.settings), world, model)
 
 
-def start_here(request: EngineRequest, progress: Progress | None) -> EngineParts:
+def start_here(request: EngineRequest, starter: Starter) -> EngineParts:
     world = request.tensor_parallel_size
     device, backend, sharers = place_of(request.device, 0, world)
     threads = threads_of_each(world) if backend == "gloo" else None
     store = torch.distributed.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
     environment = {} if threads is None else {THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
-    if progress is not None:
-        progress(f"starting {world} ranks", 0, 1)
+    if starter.progress is not None:
+        starter.progress(f"starting {world} ranks", 0, 1)
     workers = Workers.start(world, store.port, request, environment)
     group: TorchGroup | None = None
     try:
         with told(workers), few_threads(threads):
             wait_for_all(store, workers, world)
             group = met(workers, lambda: connect(0, world, backend, lambda: store))
-            return build_rank(request, RankPlace(group, device, sharers, threads), progress, workers)
+            return build_rank(request, RankPlace(group, device, sharers, threads), starter, workers)
     except BaseException:
         workers.stop()
         if group is not None:
@@ -97,7 +96,7 @@ def start_here(request: EngineRequest, progress: Progress | None) -> EngineParts
 
 
 def build_rank(
-    request: EngineRequest, place: RankPlace, progress: Progress | None = None, workers: Workers | None = None
+    request: EngineRequest, place: RankPlace, starter: Starter = SILENT, workers: Workers | None = None
 ) -> EngineParts:
     """The part of this rank."""
     if place.device.startswith("cuda"):
@@ -107,7 +106,7 @@ def build_rank(
     place.group.agree("request", repr(replace(request, model="", device="", dump_dir=None)))
     place.group.enter()
     own = replace(request, device=place.device, dump_dir=None if place.rank else request.dump_dir)
-    return build(own, Starter(progress=progress), place, workers)
+    return build(own, starter, place, workers)
 
 
 def wait_for_all(store: Any, workers: Workers, world: int) -> None:
@@ -184,13 +183,13 @@ def few_threads(count: int | None) -> Iterator[None]:
             os.environ[THREADS] = before
 
 
-def join_launched(request: EngineRequest, found: Launched, progress: Progress | None) -> EngineParts:
+def join_launched(request: EngineRequest, found: Launched, starter: Starter) -> EngineParts:
     rank, world = found.rank, found.world
     device, backend, sharers = place_of(request.device, found.local, found.sharing, alone=found.by == "srun")
     threads = threads_of_each(1 if bound(found) else found.sharing) if backend == "gloo" else None
     with few_threads(threads):
         group = connect(rank, world, backend, lambda: meeting_place(found))
-        parts = build_rank(request, RankPlace(group, device, sharers, threads), None if rank else progress)
+        parts = build_rank(request, RankPlace(group, device, sharers, threads), SILENT if rank else starter)
     if rank == 0:
         return parts
     follow(parts.engine, group)
