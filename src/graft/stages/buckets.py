@@ -21,12 +21,13 @@ from torch.fx.passes.split_module import split_module
 
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
 from graft.stages.caches import KINDS, own_caches
+from graft.stages.ends import first_line
 from graft.stages.kernels import read_source
 from graft.stages.needs import Reached
 from graft.stages.recompiles import SeenFailures, read_recompilations, watch_failures
 from graft.stages.runtime import SeenRuntime, watch_runtime
 from graft.stages.story import Recompilation, StoryEnd
-from graft.stages.tell import device_of, first_line
+from graft.stages.tell import device_of
 from graft.stages.trace import TraceCollector, tracing_rows
 
 NEEDS = ("torch._inductor:standalone_compile",)

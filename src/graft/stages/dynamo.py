@@ -12,7 +12,7 @@ from typing import Any
 import torch._dynamo.output_graph
 
 from graft.stages.breaks import read_breaks
-from graft.stages.graphs import code_lines, record_graph
+from graft.stages.graphs import code_lines, record_graph, with_callers
 from graft.stages.guards import NEEDS as GUARDS
 from graft.stages.guards import SeenGuards, dearest, guard_groups, watch_guards
 from graft.stages.needs import Reached, missing, swapped
@@ -54,7 +54,8 @@ class LimitHandler(logging.Handler):
 def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
     def make(before: Callable[..., Any]) -> Callable[..., Any]:
         def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:
-            seen.graphs.append(record_graph(gm.graph, current_graph(), frame_of(self)))
+            recorded = record_graph(gm.graph, current_graph(), frame_of(self))
+            seen.graphs.append(with_callers(recorded, gm.graph.nodes))
             seen.lines |= code_lines(gm.graph)
             reached.at(2, f"handing graph {current_graph()} to the backend")
             result = before(self, gm, example_inputs)

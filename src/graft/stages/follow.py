@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graft.base.errors import UsageError
+from graft.base.errors import StoryEnded, UsageError
 from graft.stages.story import ScheduledNode, StageGraph, StageNode, Story
 
 NO_CALLS = ("placeholder", "get_attr", "output")
@@ -42,9 +42,10 @@ def stops(story: Story) -> tuple[tuple[StageGraph, ...], ...]:
 
 
 def asked_for(node: StageNode, word: str) -> bool:
-    """`file.py:12`, `:12`, or a name, with its % or without."""
+    """`file.py:12`, `:12`, or a name, with its % or without. A line has what the functions make that it calls."""
     if is_line(word):
-        return node.line == word or (bool(node.line) and node.line.endswith(word) and word.startswith(":"))
+        ends = word if word.startswith(":") else ""
+        return any(line == word or (ends and line.endswith(ends)) for line in (node.line, *node.callers) if line)
     return node.name == word.removeprefix("%")
 
 
@@ -57,13 +58,19 @@ def follow(story: Story, word: str) -> tuple[Trail, ...]:
         if any(chosen):
             found.append(trail(story, word, graph, parts, chosen))
     if not found:
+        if story.end is not None:
+            raise StoryEnded(f"{unknown(story, word)}; the run {story.end}")
         raise UsageError(unknown(story, word))
     return tuple(found)
 
 
 def unknown(story: Story, word: str) -> str:
     nodes = [node for stop in stops(story) for graph in stop for node in graph.nodes]
-    known = {node.line for node in nodes if node.line} if is_line(word) else {node.name for node in nodes}
+    known = (
+        {line for node in nodes for line in (node.line, *node.callers) if line}
+        if is_line(word)
+        else {node.name for node in nodes}
+    )
     close = difflib.get_close_matches(word.removeprefix("%"), sorted(known), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "-o DIR writes the graphs with all of them"
     what = f"was made by line {word}" if is_line(word) else f"is named {word!r}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -16,6 +18,17 @@ SELF = re.compile(r"^(L\['self'\]\.?|L\['(\w+)'\])")  # Dynamo's name of the mod
 
 def record_graph(graph: Graph, number: str, frame: str = "") -> StageGraph:
     return StageGraph(number, frame, tuple(map(record_node, graph.nodes)), graph_text(graph))
+
+
+def with_callers(graph: StageGraph, nodes: Iterable[Node]) -> StageGraph:
+    """The whole way from the program to each line, as Dynamo's graph has it; later graphs know the innermost line."""
+    found = [replace(one, callers=callers_of(node)) for one, node in zip(graph.nodes, nodes, strict=True)]
+    return replace(graph, nodes=tuple(found))
+
+
+def callers_of(node: Node) -> tuple[str, ...]:
+    outside = [frame for frame in FRAME.findall(node.meta.get("stack_trace") or "") if not frame[0].startswith(TORCH)]
+    return tuple(dict.fromkeys(f"{path.rsplit('/', 1)[-1]}:{line}" for path, line, _ in outside[:-1]))
 
 
 def record_node(node: Node) -> StageNode:

@@ -22,6 +22,7 @@ class StageNode:
     module: str = ""
     sources: tuple[str, ...] = ()
     original: str = ""  # the op that it was taken apart from
+    callers: tuple[str, ...] = ()  # in Dynamo's graph: lines from where `line` was called, the outermost first
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,10 @@ class StoryEnd:
     stage: int
     doing: str
     error: str
+
+    def __str__(self) -> str:
+        where = f"in stage {self.stage}" if self.stage else "outside of the compiler"
+        return f"ended {where}, {self.doing}: {self.error}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +16,12 @@ from torch.utils import _pytree as pytree
 from graft.api.torch_compile import Backend
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
 from graft.backends.inductor_caches import only_new_artifacts, save_cache_artifacts
-from graft.base.errors import GraftError
 from graft.base.files import folder_bytes
 from graft.passes.report import Report
 from graft.stages.caches import own_caches
+from graft.stages.ends import ended, first_line
 from graft.stages.functional import trace_whole
-from graft.stages.kernels import SeenKernels, read_source, watch_kernels
+from graft.stages.kernels import SeenKernels, watch_kernels
 from graft.stages.launches import measure_graphs
 from graft.stages.needs import missing
 from graft.stages.runtime import NEEDS as RUNTIME
@@ -119,8 +118,8 @@ def make_calls(
     started = time.perf_counter()
     for index, args in enumerate(calls):
         try:
-            result = compiled(*copy.deepcopy(args))
-        except Exception as error:  # noqa: BLE001  whatever a program raises ends its story, and is told there
+            result = compiled(*copies(args, watch.notes))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a program raises ends its story, told there
             return ended(watch, error, index)
         if index == 0:
             watch.seconds = (time.perf_counter() - started, 0.0)
@@ -129,37 +128,26 @@ def make_calls(
     return None
 
 
+def copies(args: tuple[Any, ...], notes: list[str]) -> tuple[Any, ...]:
+    """Memory that arguments share stays shared. What cannot be copied (a lock, an open file) is given as it is, which
+    goes to `notes`."""
+    memo: dict[int, Any] = {}
+    return tuple(copied(value, memo, notes) for value in args)
+
+
+def copied(value: Any, memo: dict[int, Any], notes: list[str]) -> Any:
+    if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+        value = value.detach().requires_grad_()  # what made it is no part of the program
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:  # noqa: BLE001  whatever a class of the program raises when it is copied
+        notes.append(f"an argument of type {type(value).__name__} is shared by all calls: {first_line(error)}")
+        return value
+
+
 def detached(result: Any) -> Any:
     """Copies of its tensors on the CPU: those of a CUDA graph change with the next replay."""
     return pytree.tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one, result)
-
-
-def ended(watch: StageWatch, error: Exception, index: int) -> StoryEnd:
-    told = first_line(error)
-    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
-    inside = compiler or isinstance(error, GraftError)
-    if compiler and isinstance(error.__cause__, Exception):
-        told = first_line(error.__cause__)
-    if inside or watch.reached.stage > 1:
-        return StoryEnd(watch.reached.stage, watch.reached.doing, told)
-    if kernels := checked_by(watch, told):
-        return StoryEnd(6, f"running call {index + 1}, in {' or '.join(kernels)}", told)
-    return StoryEnd(0, f"running call {index + 1}: the program itself raised", told)
-
-
-def checked_by(watch: StageWatch, told: str) -> list[str]:
-    """The kernels that hold the check of an index which failed: `index out of bounds: 0 <= tmp7 < 4L`."""
-    failed = re.search(r"index out of bounds: .*", told)
-    code = [row.payload for row in watch.trace.of("inductor_output_code")] if failed else []
-    kernels = [kernel for text in code for kernel in read_source(text)]
-    return [kernel.name for kernel in kernels if failed and failed[0] in kernel.source]
-
-
-def first_line(error: Exception) -> str:
-    """With the second line, which is the reason where the first says what was tried."""
-    text = str(error).partition("from user code")[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}" if lines else type(error).__name__
 
 
 def more_of_it(
@@ -178,11 +166,11 @@ def more_of_it(
         kept = nullcontext() if missing(RUNTIME) else watch_graphs(graphs)
         with tracing_rows() as again, watch_kernels(SeenKernels()), kept:  # its setting is part of the cache's keys
             started = time.perf_counter()
-            torch.compile(function, **settings)(*copy.deepcopy(args))
+            torch.compile(function, **settings)(*copies(args, watch.notes))
             watch.seconds = (watch.seconds[0], time.perf_counter() - started)
             watch.again = again
         watch.measured, watch.values = measure_graphs(graphs, again, values=values)
-        trace_whole(watch.functional, function, copy.deepcopy(args), dynamic)
+        trace_whole(watch.functional, function, copies(args, watch.notes), dynamic)
     except Exception as error:  # noqa: BLE001  the second time is an extra; the story has what came before it
         watch.functional.problem = f"the run once more failed: {first_line(error)}"
 

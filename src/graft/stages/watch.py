@@ -62,10 +62,11 @@ class StageWatch:
     fresh: FreshProcess | None = None
     measured: Mapping[tuple[str, str], launches.MeasuredKernel] = field(default_factory=dict)
     values: tuple[ValueRecord, ...] = ()
+    notes: list[str] = field(default_factory=list)
 
     def story(
         self, target: str, *, backend: str = "inductor", device: str = "cpu", calls: Sequence[Mapping[str, Any]] = (),
-        reports: Sequence[Report] = (), end: StoryEnd | None = None, notes: Sequence[str] = (),
+        reports: Sequence[Report] = (), end: StoryEnd | None = None,
     ) -> Story:  # fmt: skip
         """calls: the arguments of each call by name."""
         last = self.post_grad.last
@@ -84,7 +85,7 @@ class StageWatch:
         return Story(
             target=target, backend=backend, torch=torch.__version__, device=device,
             calls=tuple(call_text(call) for call in calls), seconds=self.seconds[0], end=end,
-            notes=tuple(filter(None, (version_note(), *notes))),
+            notes=tuple(dict.fromkeys(filter(None, (version_note(), *self.notes)))),
             dynamo=dynamo.dynamo_stage(self.dynamo, self.trace),
             functional=functional.functional_stage(self.functional, ends),
             post_grad=post_grad.post_grad_stage(self.post_grad, reports),

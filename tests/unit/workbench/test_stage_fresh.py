@@ -27,9 +27,9 @@ def Scaled_inputs():
 """
 
 
-@pytest.fixture
-def scaled(tmp_path):
-    path = tmp_path / "fresh_program.py"
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fresh") / "fresh_program.py"
     path.write_text(PROGRAM)
     return f"{path}:Scaled"
 

@@ -106,6 +106,7 @@ from graft.base.errors.workbench import (
     RunMismatch,
     SkillError,
     SkillsDiffer,
+    StoryEnded,
 )
 
 __all__ = [
@@ -184,6 +185,7 @@ __all__ = [
     "SharedMemoryError",
     "SkillError",
     "SkillsDiffer",
+    "StoryEnded",
     "StreamOrderError",
     "TableError",
     "TokenizerMissing",

@@ -18,6 +18,10 @@ class DumpError(GraftError):
     """A dump folder cannot be written or read."""
 
 
+class StoryEnded(GraftError):
+    """What is asked of a story was not reached: its run ended before."""
+
+
 class ReportError(GraftError):
     """A report cannot be written, or a file that goes into it cannot be read."""
 

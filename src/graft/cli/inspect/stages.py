@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from graft.base.errors import UsageError
+from graft.base.errors import UsageError, near
+from graft.cli.aside import output_aside
 from graft.cli.documents import print_json
 from graft.cli.guard import guarded
 from graft.cli.options import Device, DType, Json
@@ -16,6 +18,7 @@ from graft.cli.options import Device, DType, Json
 if TYPE_CHECKING:
     from graft.stages.story import Story
     from graft.workbench.diff_text import StyledLine
+    from graft.workbench.stages.questions import Answer
 
 TargetName = Annotated[
     str, typer.Argument(help="A model, FILE.py:FUNCTION, or a folder that -o wrote.", metavar="TARGET")
@@ -125,7 +128,7 @@ def show_buckets(
         raise UsageError(f"--buckets compiles pieces with Inductor, not with {backend}")
     check_dynamic(dynamic)
     given = read_options(options)
-    with progress_bar() as progress:
+    with progress_bar() as progress, output_aside():
         found = bucket_target(target, sizes, progress, dtype=dtype, device=device)
         progress("compiling in pieces", 0, 1)
         calls = dict(zip(sizes, found.calls, strict=True))
@@ -148,6 +151,21 @@ def read_sizes(text: str) -> list[int]:
     return sizes
 
 
+def check_mode(mode: str) -> None:
+    import torch
+
+    known = [name for name in torch._inductor.list_mode_options() if name != "default"]
+    if mode and mode != "default" and mode not in known:
+        raise UsageError(f"--mode {mode}: torch.compile has no such mode{near(mode, known)}")
+
+
+def check_used(target: str, words: Mapping[str, bool]) -> None:
+    """words: what was given that such a target has no use for."""
+    for name, given in words.items():
+        if given:
+            raise UsageError(f"{name} does nothing to {target}: leave it out")
+
+
 def check_dynamic(dynamic: str) -> None:
     if dynamic not in DYNAMIC:
         raise UsageError(f"--dynamic {dynamic}: write auto, true or false")
@@ -163,7 +181,13 @@ def story_of(
     if backend not in ("inductor", "graft", "eager"):
         raise UsageError(f"--backend {backend}: write inductor, graft or eager")
     if is_story(target):
+        settings = {"--mode": mode, "--option": options, "--dynamic": dynamic != "auto", "--values": values}
+        check_used(f"{target}, which holds a story of a run that is over", {n: bool(v) for n, v in settings.items()})
         return open_story(target)
+    if ".py:" in target:
+        settings = {"--tokens": tokens != "8", "--dtype": dtype != "auto", "--device": device != "auto"}
+        check_used("a function, whose inputs say it", settings)
+    check_mode(mode)
     from graft.cli.show import progress_bar
     from graft.stages.tell import tell_story
     from graft.workbench.discover.sources import read_tokens
@@ -172,7 +196,7 @@ def story_of(
 
     given, counts = read_options(options or []), read_tokens(tokens)
     again = FreshRun(target, list(counts), dtype, device, backend, DYNAMIC[dynamic], mode or None, given)
-    with progress_bar() as progress:
+    with progress_bar() as progress, output_aside():
         found = find_target(target, counts, progress, dtype=dtype, device=device)
         progress("compiling with every stage watched", 0, 1)
         return tell_story(
@@ -200,7 +224,10 @@ def read_options(given: list[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--option {text}: write KEY=VALUE")
-        found[key] = yaml.safe_load(value)
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--option {text}: {value!r} is no value of YAML: {error.__class__.__name__}") from error
     inductor_patches(InductorSettings(options=found, fix=False))
     return found
 
@@ -225,17 +252,21 @@ def why(
     from graft.cli.show import out
     from graft.stages.follow import follow
     from graft.workbench.stages.questions import trail_lines
+    from graft.workbench.stages.text import end_lines
 
     story = story_of(target, backend, dynamic, mode, options, tokens)
     trails = follow(story, place)
     if as_json:
         print_json("stages-why", [one.to_dict() for one in trails])
-        return
-    for one in trails:
+    for one in trails if not as_json else ():
         at = f" at {', '.join(one.lines)}" if one.lines else ""
         out.print(f"{place} in graph {one.graph}{at}", style="bold", markup=False, soft_wrap=True)
         for line in trail_lines(one):
             out.print(f"  {line.removeprefix(one.graph).strip()}", markup=False, soft_wrap=True)
+    if story.end is not None:
+        if not as_json:
+            print_lines(end_lines(story))
+        raise typer.Exit(1)
 
 
 def diff(
@@ -275,10 +306,13 @@ def ask(
     as_json: Json = False,
 ) -> None:
     """Answer one question: why it recompiled, why a CUDA graph was skipped, what broke the graph, which kernel a
-    line is in, what was copied, why two nodes did not fuse, why the cache was missed."""
+    line is in, what was copied, why two nodes did not fuse, why the cache was missed.
+
+    The exit code is 1 where the run ended before its end; the answer then says in which stage and why.
+    """
     from dataclasses import asdict
 
-    from graft.workbench.stages.questions import find_question
+    from graft.workbench.stages.questions import find_question, with_end
     from graft.workbench.stages.saved import open_story
 
     asked = find_question(question, words or [])  # told before anything is compiled
@@ -286,10 +320,17 @@ def ask(
         raise UsageError("--since is for the question cache")
     earlier = {"since": open_story(since)} if since is not None else {}
     enough = "eager" if question in ("recompiles", "breaks") else "inductor"  # Dynamo alone knows these
-    answer = asked.ask(story_of(target, backend or enough, dynamic, mode, options, tokens), *(words or []), **earlier)
+    story = story_of(target, backend or enough, dynamic, mode, options, tokens)
+    answer = with_end(asked.ask(story, *(words or []), **earlier), story)
     if as_json:
         print_json("stages-ask", asdict(answer))
-        return
+    else:
+        print_answer(answer)
+    if story.end is not None:
+        raise typer.Exit(1)
+
+
+def print_answer(answer: Answer) -> None:
     from graft.cli.show import out
 
     out.print(answer.answer, style="bold", markup=False, soft_wrap=True)

@@ -43,6 +43,7 @@ class StoryDiff:
     after: str
     stages: tuple[StageDiff, ...]
     times: tuple[KernelTimes, ...] = ()  # those that changed most come first
+    ends: tuple[str, ...] = ()  # of runs that ended early: later stages are not theirs to differ in
 
     @property
     def first(self) -> int | None:
@@ -60,7 +61,8 @@ def diff_stories(before: Story, after: Story) -> StoryDiff:
         left, right = Counter(FACTS[name](before)), Counter(FACTS[name](after))
         if left != right:
             found.append(StageDiff(number, tuple((left - right).items()), tuple((right - left).items())))
-    return StoryDiff(title(before), title(after), tuple(found), diff_times(before, after))
+    ends = tuple(f"{which} {one.end}" for which, one in (("A", before), ("B", after)) if one.end is not None)
+    return StoryDiff(title(before), title(after), tuple(found), diff_times(before, after), ends)
 
 
 def diff_times(before: Story, after: Story) -> tuple[KernelTimes, ...]:
@@ -168,6 +170,7 @@ FACTS: dict[str, Callable[[Story], list[str]]] = {
 
 def diff_lines(diff: StoryDiff, *, unfold: bool = False) -> list[StyledLine]:
     lines = [StyledLine("title", f"{diff.before} → {diff.after}")]
+    lines += [StyledLine("removed", one) for one in diff.ends]
     if diff.first is None:
         return [*lines, StyledLine("plain", "all seven stages are the same"), *time_lines(diff, unfold)]
     lines.append(StyledLine("plain", f"first difference in stage {diff.first}, {TITLES[diff.first - 1]}"))

@@ -43,8 +43,8 @@ class FreshRun:
             folder = Path(name)
             (folder / "artifacts").write_bytes(content)
             (folder / "run.json").write_text(json.dumps(asdict(self)))
-            torch.save((args, self.weights(function)), folder / "given.pt")
-            if problem := run_process(folder):
+            problem = unsaved((args, self.weights(function)), folder / "given.pt") or run_process(folder)
+            if problem:
                 return FreshProcess(bytes=len(content), problem=problem)
             found = json.loads((folder / "found.json").read_text())
             results = torch.load(folder / "results.pt", weights_only=False)
@@ -53,6 +53,15 @@ class FreshRun:
     def weights(self, function: Any) -> dict[str, torch.Tensor] | None:
         """Of a module in a file, which another process makes with other numbers; a model's are found by its name."""
         return function.state_dict() if ".py:" in self.target and isinstance(function, nn.Module) else None
+
+
+def unsaved(given: Any, path: Path) -> str:
+    """Why another process cannot be given it; empty once it lies at `path`."""
+    try:
+        torch.save(given, path)
+    except Exception as error:  # noqa: BLE001  whatever a class of the program raises when it is pickled
+        return f"the arguments cannot be saved for it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
 
 
 def run_process(folder: Path) -> str:
@@ -73,12 +82,17 @@ def difference(results: Any, expected: Any) -> str:
     if len(here) != len(there):
         return f"{len(there)} results in place of {len(here)}"
     for index, (one, two) in enumerate(zip(here, there, strict=True)):
-        same = (
-            torch.equal(one, two) if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) else one == two
-        )
-        if not same:
+        if not same_bits(one, two):
             return f"result {index} has other values (a program that samples has)"
     return ""
+
+
+def same_bits(one: Any, two: Any) -> bool:
+    """Of numbers that are none as well; values that are no tensors by what they say of themselves."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        alike = one.dtype == two.dtype and one.shape == two.shape
+        return alike and bool(torch.equal(one, two) or torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))
+    return type(one) is type(two) and repr(one) == repr(two)
 
 
 def run_here(folder: Path) -> None:
@@ -91,8 +105,8 @@ def run_here(folder: Path) -> None:
     from graft.workbench.stages.targets import find_target
 
     run = FreshRun(**json.loads((folder / "run.json").read_text()))
-    args, weights = torch.load(folder / "given.pt", weights_only=False)
     function = find_target(run.target, run.tokens, dtype=run.dtype, device=run.device).function
+    args, weights = torch.load(folder / "given.pt", weights_only=False)  # of classes in the target's file, too
     if weights is not None and isinstance(function, nn.Module):
         function.load_state_dict(weights)
     trust_instruction_sets()

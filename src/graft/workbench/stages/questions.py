@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graft.base.errors import UsageError, near
 from graft.stages.follow import Trail, follow
@@ -101,6 +101,8 @@ def what_copied(story: Story) -> Answer:
 
 def why_not_fused(story: Story, first: str, second: str) -> Answer:
     question = f"why did {first} and {second} not fuse?"
+    if first.removeprefix("%") == second.removeprefix("%"):
+        raise UsageError(f"{first} is one place; name two")
     here, there = follow(story, first), follow(story, second)
     pairs = [(one, two) for one in here for two in there if one.graph == two.graph]
     if not pairs:
@@ -177,6 +179,14 @@ def changed(one: CacheLookup, other: CacheLookup) -> list[str]:
 
 def digest(component: str | None) -> str:
     return (component or "").partition(" ")[0]
+
+
+def with_end(answer: Answer, story: Story) -> Answer:
+    """Of a story that ended early the answer holds for what came before its end, which is told first."""
+    if story.end is None:
+        return answer
+    known = f"{answer.answer}; but it " if answer.details or answer.advice else "it "
+    return replace(answer, answer=f"{known}{story.end}")
 
 
 @dataclass(frozen=True)

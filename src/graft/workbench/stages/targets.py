@@ -50,7 +50,9 @@ def function_target(path: str, name: str, sizes: Sequence[int] = ()) -> StageTar
     with in_file(path):
         file = import_file(path)
     found = getattr(file, name, None)
-    if found is None or not callable(found):
+    if found is not None and not callable(found):
+        raise UsageError(f"{path}: {name} is of type {type(found).__name__}, which cannot be called")
+    if found is None:
         known = [key for key, value in vars(file).items() if callable(value) and not key.startswith("_")]
         raise UsageError(f"{path} has no function {name!r}{near(name, known)}")
     with in_file(path):
@@ -86,7 +88,7 @@ def in_file(path: str) -> Iterator[None]:
         yield
     except GraftError:
         raise
-    except Exception as error:  # whatever the file raises
+    except (Exception, SystemExit) as error:  # whatever the file raises
         raise UsageError(f"{path} cannot be used: {told(error)}") from error
 
 
@@ -106,4 +108,20 @@ def checked_calls(path: str, name: str, function: Callable[..., Any], calls: Any
     listed = [calls] if isinstance(calls, tuple) else calls
     if not isinstance(listed, list) or not listed or not all(isinstance(call, tuple) for call in listed):
         raise UsageError(f"{path}: the inputs of {name} are {type(calls).__name__}, not a list of tuples; {advice}")
+    for number, call in enumerate(listed, 1):
+        if problem := misfit(function, call):
+            raise UsageError(f"{path}: call {number} of {name}_inputs does not fit {name}: {problem}; {advice}")
     return tuple(listed)
+
+
+def misfit(function: Callable[..., Any], call: tuple[Any, ...]) -> str:
+    """Why the arguments are not those that the function takes; empty where they are, or that cannot be known."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:  # written in C
+        return ""
+    try:
+        signature.bind(*call)
+    except TypeError as error:
+        return f"{error} of {signature}"
+    return ""

@@ -47,10 +47,7 @@ def story_lines(story: Story, stage: int | None = None) -> list[StyledLine]:
 
 
 def end_lines(story: Any) -> list[StyledLine]:
-    if story.end is None:
-        return []
-    where = f"in stage {story.end.stage}" if story.end.stage else "outside of the compiler"
-    return [StyledLine("removed", f"ended {where}, {story.end.doing}: {story.end.error}")]
+    return [] if story.end is None else [StyledLine("removed", str(story.end))]
 
 
 def stage_lines(story: Story, number: int, name: str) -> list[StyledLine]:
