@@ -8,26 +8,10 @@ from typing import Any
 import torch
 
 from graft.backends.buffers import elements_are_apart
-from graft.base.errors import ReadOnlyInput, ReplacedBuffer, SharedMemoryError
+from graft.base.errors import ReadOnlyInput, SharedMemoryError
 from graft.memory.regions import disjoint_by_address
 
 Owned = tuple[int | None, tuple[int, int]]  # an input, or None for state, and the addresses of its storage
-
-
-class BufferCheck:
-    """Raises when a buffer of the module is another tensor than the one that the lowered graph is bound to."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.known = [
-            (part._buffers, leaf, f"{path}.{leaf}" if path else leaf, tensor)
-            for path, part in module.named_modules()
-            for leaf, tensor in part._buffers.items()
-        ]
-
-    def __call__(self) -> None:
-        for buffers, leaf, name, tensor in self.known:
-            if buffers.get(leaf) is not tensor:
-                raise ReplacedBuffer(name)
 
 
 class MemoryCheck:

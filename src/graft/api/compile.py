@@ -12,9 +12,9 @@ import torch
 from torch.export import ExportedProgram
 
 from graft.api.call_form import CallForm
-from graft.api.checks import BufferCheck
 from graft.api.compiled import CompiledModule
 from graft.api.gradients import refuse_inputs
+from graft.api.module_check import ModuleCheck
 from graft.api.options import settings_of
 from graft.api.program import capture_program
 from graft.api.restart import restart_notes, restart_of, unasked_notes
@@ -70,8 +70,8 @@ def compile_module(
     variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
     form = CallForm.of(module, *packed, containers)
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
-    if variant.backend != "cuda_graph":  # which looks up its buffers at every call
-        compiled._sources = BufferCheck(module)
+    # a cuda_graph looks up its state itself, and is captured again for another
+    compiled._sources = ModuleCheck(module, "code" if variant.backend == "cuda_graph" else "all")
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
     return begin_anew(compiled, settings.restart)
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from graft.api.call_form import CallForm, calls_of
-from graft.api.checks import BufferCheck
+from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.api.functionalization import joined_record
 from graft.api.gradients import refuse_inputs, requiring, run_honoured
+from graft.api.module_check import ModuleCheck
 from graft.api.preallocated import run_into
 from graft.api.restart import Restart
 from graft.api.save import save_compiled
@@ -67,7 +68,7 @@ class CompiledModule(torch.nn.Module):
         self._outside = torch.compiler.disable(self.call)
         self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
         self._caches: list[Any] = []  # it is not registered as a submodule
-        self._sources: BufferCheck | None = None  # the state that is shared with the module stays the same tensors
+        self._sources: ModuleCheck | None = None  # what is shared with the module, or fixed in the graph, stays
         self.cache_count = 0  # StaticCaches among the arguments
         self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
         self.frozen = settings.frozen
@@ -126,7 +127,7 @@ class CompiledModule(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         graph_module = self.__dict__.get("_modules", {}).get("graph_module")
         if graph_module is not None and name in {**graph_module._buffers, **graph_module._parameters}:
-            raise ReplacedBuffer(name)
+            raise ReplacedBuffer(name, "parameter" if name in graph_module._parameters else "buffer")
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: Any) -> CompiledModule:
@@ -164,6 +165,8 @@ class CompiledModule(torch.nn.Module):
         try:
             args, kwargs = self.form.apply(args, kwargs)
             values = flat(args, kwargs)
+            if transforms_around():
+                refuse_func_transforms(values, self.variants[0].names, self.settings.grad)
             if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
                 if out is not None:
                     raise OutRefused("out", "is not for a call that torch.export traces; copy the results there")

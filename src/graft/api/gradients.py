@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.base.errors import GradientsRefused, UsageError
 from graft.capture.containers import CallContainers, Container, put_together, take_apart
 from graft.ir.branches import graphs_of
@@ -207,6 +208,8 @@ def run_honoured(compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[s
     run = partial(compiled.run, args, kwargs)
     module, containers = compiled.source, compiled.form.containers
     plain = compiled.form.apply(args, kwargs)
+    if transforms_around():
+        refuse_func_transforms(pytree.tree_leaves(plain), compiled.variants[0].names, "honour")
     inputs = list({id(t): t for t in pytree.tree_leaves(plain) if isinstance(t, Tensor)}.values())
     state = list(state_of(module).values())
     if not any(t.requires_grad for t in (*inputs, *state)):

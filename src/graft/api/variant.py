@@ -11,10 +11,11 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from graft.api.checks import BufferCheck, MemoryCheck
+from graft.api.checks import MemoryCheck
 from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies, refuse_gradients
 from graft.api.functionalization import OFF, FixRecorder
 from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
+from graft.api.module_check import ModuleCheck
 from graft.api.profile import DeviceMeasure
 from graft.backends import InductorSettings, lower
 from graft.capture.containers import Container, put_together
@@ -70,6 +71,7 @@ class Variant:
     made_by: str = "compile"  # or the guard of another variant that a call did not meet
     fix: FixRecorder | None = None  # on Inductor: what its pass does, when it compiles
     donated: tuple[str, ...] = ()  # inputs that the graph writes although the program does not
+    state: Callable[[], None] = field(default=lambda: None, compare=False)  # raises where a tensor was replaced
     later: Callable[[], tuple[str, ...]] = tuple  # notes on what happened since it was lowered
     filled: dict[Any, Any] = field(default_factory=dict, compare=False)  # graphs that fill `out=`, once asked for
 
@@ -107,10 +109,6 @@ class Variant:
         return any(map(is_random, all_nodes(self.graph_module.graph)))
 
     @cached_property
-    def buffers(self) -> BufferCheck:
-        return BufferCheck(self.graph_module)
-
-    @cached_property
     def memory(self) -> MemoryCheck:
         gm = self.graph_module
         state = [*gm.parameters(), *gm.buffers()] if self.donated else list(written_buffers(gm).values())
@@ -135,7 +133,7 @@ class Variant:
     def check(self, values: Sequence[Any]) -> None:
         """Raises before anything is written when the call would write where it cannot."""
         if self.backend != "cuda_graph":  # which looks up its buffers at every call
-            self.buffers()
+            self.state()
         if self.donated:
             refuse_gradients(values, self.names, self.donated)
         if self.written:
@@ -201,6 +199,7 @@ def lower_variant(
     if off:
         report = replace(report, transforms={**report.transforms, FIX: TransformRecord(FIX, "inductor", "disabled")})
     made = Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
+    made = replace(made, state=ModuleCheck(gm, "state"))
     return replace(made, donated=tuple(donated), fix=fix, later=lowered.later)
 
 

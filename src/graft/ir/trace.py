@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -134,14 +134,21 @@ def taken_apart(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     """The program in the current level, where that is one of the caller's and an op of its table may be met.
 
     run_decompositions makes the program functional, so that views of what it writes become copies: a program without
-    such ops is left as it is.
+    such ops is left as it is. Transforms of torch.func are always taken apart, into ops of whole batches.
     """
     level = current_level()
+    if any(map(is_func_transform, program.graph.nodes)):
+        program = program.run_decompositions({})
     if not level.composite:
         return program
     found = decomposed_ops(program, level)
     level.applied_to.update(found)
     return program.run_decompositions(dict(level.decompositions)) if found else program
+
+
+def is_func_transform(node: Node) -> bool:
+    """A step of torch.func.vmap or jvp, which export keeps as calls that change what the ops between them do."""
+    return node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch._functorch")
 
 
 def decomposed_ops(program: torch.export.ExportedProgram, level: DecompositionLevel) -> set[str]:

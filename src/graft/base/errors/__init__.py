@@ -19,6 +19,7 @@ from graft.base.errors.backends import (
 )
 from graft.base.errors.base import GraftError, UsageError, near
 from graft.base.errors.calls import (
+    ChangedModule,
     DonationRefused,
     GradientsRefused,
     GuardFailed,
@@ -27,6 +28,7 @@ from graft.base.errors.calls import (
     ReadOnlyInput,
     ReplacedBuffer,
     SharedMemoryError,
+    TransformRefused,
     UnsupportedCache,
 )
 from graft.base.errors.engine import (
@@ -120,6 +122,7 @@ __all__ = [
     "CannotLoad",
     "CaptureError",
     "CaptureRefused",
+    "ChangedModule",
     "CheckpointError",
     "ClusterMissing",
     "CompilerFailed",
@@ -193,6 +196,7 @@ __all__ = [
     "TooManyThreads",
     "TransformError",
     "TransformOff",
+    "TransformRefused",
     "UnknownBackend",
     "UnknownCandidate",
     "UnknownInput",

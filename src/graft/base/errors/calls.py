@@ -37,10 +37,19 @@ class UnsupportedCache(UsageError):
 
 
 class ReplacedBuffer(UsageError):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kind: str = "buffer") -> None:
         super().__init__(
-            f"the buffer {name} was replaced after compiling, and the graph would go on with the old one;"
+            f"the {kind} {name} was replaced after compiling, and the graph would go on with the old one;"
             f" write into it ({name}.copy_(…), load_state_dict), or compile the module again"
+        )
+
+
+class ChangedModule(UsageError):
+    """What the graph holds as it was: a submodule, a number, the hooks of a module."""
+
+    def __init__(self, what: str, change: str) -> None:
+        super().__init__(
+            f"{what} {change} after compiling, and the graph would go on without that; compile the module again"
         )
 
 
@@ -51,6 +60,16 @@ class ReadOnlyInput(UsageError):
 
 class GradientsRefused(UsageError):
     """Gradients are asked for that the results would not carry, or not rightly. Nothing ran."""
+
+
+class TransformRefused(UsageError):
+    """A transform of torch.func around a call, whose inputs have no memory of their own."""
+
+    def __init__(self, transform: str, name: str) -> None:
+        super().__init__(
+            f"{transform} is around the call of a compiled module, whose kernels read memory, and {name} is wrapped"
+            " by it; transform the module itself: graft.compile(torch.func.vmap(module), …) compiles what comes out"
+        )
 
 
 class OutRefused(UsageError):

@@ -1,0 +1,97 @@
+"""What a graph was made of changes after compiling, or is called inside of a transform: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import graft
+from graft.base.errors import ChangedModule, GradientsRefused, ReplacedBuffer, TransformRefused, UsageError
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3))
+        self.scale, self.unread = 2.0, 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def made(backend: str = "eager", **options) -> tuple[Scaled, graft.api.compiled.CompiledModule]:
+    torch.manual_seed(0)
+    module = Scaled()
+    return module, graft.compile(module, (torch.ones(3),), backend=backend, **options)
+
+
+def hook(module: Scaled) -> None:
+    module.inner[0].register_forward_hook(lambda _, __, y: y + 1)
+
+
+CHANGES: dict[str, tuple[Callable[[Scaled], object], type[UsageError], str]] = {
+    "number": (lambda m: setattr(m, "scale", 3.0), ChangedModule, r"scale was set to 3.0 \(the graph holds 2"),
+    "gone": (lambda m: delattr(m, "scale"), ChangedModule, "attribute scale was taken away"),
+    "weight": (lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.ones(3, 3))), ReplacedBuffer,
+               r"the parameter inner.0.weight was replaced"),
+    "module": (lambda m: m.inner.__setitem__(0, nn.ReLU()), ChangedModule, "the submodule inner.0 was replaced"),
+    "hook": (hook, ChangedModule, "the module inner.0 got a hook"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "backend"), [*((name, "eager") for name in CHANGES), ("number", "cuda_graph")])
+def test_what_the_graph_does_not_follow_is_refused(name, backend):
+    change, error, message = CHANGES[name]
+    module, compiled = made(backend)
+    module.unread = 6
+    module.scale = float("2")  # equal
+    assert torch.equal(compiled(torch.ones(3)), module(torch.ones(3)))
+    change(module)
+    with pytest.raises(error, match=message):
+        compiled(torch.ones(3))
+
+
+def test_state_that_is_written_is_followed():
+    module, compiled = made()
+    with torch.no_grad():
+        module.inner[0].weight.mul_(2)
+    module.load_state_dict({name: tensor + 1 for name, tensor in module.state_dict().items()})
+    assert torch.equal(compiled(torch.ones(3)), module(torch.ones(3)))
+
+
+TRANSFORMS: dict[str, Callable[..., object]] = {
+    "vmap": lambda call, x: torch.func.vmap(call)(x.expand(2, 3)),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "functionalize": lambda call, x: torch.func.functionalize(call)(x),
+    "grad": lambda call, x: torch.func.grad(lambda y: call(y).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("grad", ["refuse", "honour"])
+def test_transforms_of_torch_func_are_refused(name, grad):
+    _, compiled = made(grad=grad)
+    error = GradientsRefused if (name, grad) == ("grad", "refuse") else TransformRefused
+    with pytest.raises(
+        error, match=f"x requires gradients|torch.func.{name} is around .* transform the module itself"
+    ):
+        TRANSFORMS[name](compiled, torch.ones(3))
+
+
+def test_ways_around_torch_func_are_right_or_refused():
+    module, compiled = made()
+    x = torch.randn(2, 3)
+    with pytest.raises(ReplacedBuffer, match="parameter inner"):  # it was ignored
+        named: dict[str, torch.Tensor] = {name: torch.zeros_like(p) for name, p in compiled.named_parameters()}
+        torch.func.functional_call(compiled, named, (x[0],))
+    with forward_ad.dual_level(), pytest.raises(TransformRefused, match="forward-mode"):
+        compiled(forward_ad.make_dual(x[0], x[1]))
+    batched = graft.compile(torch.func.vmap(module), (x,), backend="eager")
+    torch.testing.assert_close(batched(x), module(x))
+    assert torch.equal(compiled(x[0]), module(x[0]))
+    slope = graft.compile(lambda y: torch.func.jvp(torch.sin, (y,), (y,))[1], (x,), backend="eager")
+    torch.testing.assert_close(slope(x), x * x.cos())
