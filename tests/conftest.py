@@ -223,14 +223,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def resized(llm: LLM, **options: Any) -> LLM:
     """The same graph with an engine of another size: capturing the model once more would take seconds."""
-    from graft.engine.kv.tensors import LayerShape
     from graft.engine.options import EngineOptions
     from graft.engine.setup.build import build_engine
 
     other = copy.copy(llm)
-    layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
     other.engine, _ = build_engine(
-        llm.engine.graph, llm.model, layers, llm.engine.manager.block_size, EngineOptions(**options),
+        llm.engine.graph, llm.model, llm.cache.layers, llm.engine.manager.block_size, EngineOptions(**options),
         llm.device, content=llm.cache.content,
     )  # fmt: skip
     return other

@@ -9,7 +9,7 @@ from typing import Any
 
 import graft
 from conftest import tiny
-from graft.engine.kv.tensors import LayerShape
+from graft.engine.kv.tensors import shapes_like
 from graft.engine.kv.view import CacheView
 from graft.engine.options import EngineOptions
 from graft.engine.setup.build import build_engine
@@ -24,7 +24,7 @@ def engine(family: str, record: bool, blocks: int | None = None, **options: Any)
     """The same graph with an engine of its own; `record` has its decode steps captured, as direct calls."""
     llm = captured(family)
     whole = llm.engine
-    layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in whole.tensors[::2]]
+    layers = shapes_like(whole.tensors)
     if blocks is not None:
         options["kv_cache_memory"] = blocks * whole.cache_bytes // whole.manager.blocks
     other = copy.copy(llm)

@@ -186,6 +186,7 @@ WEIGHTS = {
     "fused_linear": frozenset({"weight", "bias", "norm"}),
     "moe_experts": frozenset({"gate_up", "down"}),
     "packed_embedding": frozenset({"weight", "scale"}),
+    "paged_latent_attention": frozenset({"weight"}),
 }
 # kernel, field and how it is changed: what must then fail
 WRONG = {
@@ -197,6 +198,7 @@ WRONG = {
     "cached_attention": ("attention", "scale", lambda scale: scale * 1.1),
     "paged_attention": ("attention", "window", lambda window: window - 1 if window else 3),
     "rope_attention": ("attention", "rotation.rotates", lambda _: False),
+    "paged_latent_attention": ("latent_attention", "scale", lambda scale: scale * 1.1),
     "swiglu": ("swiglu", "act", lambda act: Text("Act::silu" if act.text == "Act::gelu" else "Act::gelu")),
     "linear": ("linear", "k", lambda k: k - 1),
     "fused_linear": ("linear", "k", lambda k: k - 1),
@@ -215,13 +217,13 @@ REFUSED = {
         "llama-4/80 decode": "experts with weigh_input",
     },
 }
-CACHES = ("k_cache", "v_cache")
+CACHES = ("k_cache", "v_cache", "latent_cache")
 
 
 def packed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Batches laid side by side as rows of one: [b, s, w] → [1, b·s, w], [b, h, s, d] → [1, h, b·s, d]."""
     if op in ("rope_kv_write", "cached_attention", "paged_attention", "rope_attention", "moe_route", "moe_experts",
-              "packed_embedding"):  # fmt: skip
+              "packed_embedding", "paged_latent_attention"):  # fmt: skip
         return args
     names = [argument.name for argument in getattr(ops, op).default._schema.arguments]
     weights = WEIGHTS.get(op, NORMS)

@@ -23,7 +23,7 @@ from graft.bench.limits.machine import facts
 from graft.bench.limits.roofline import Roofline
 from graft.bench.limits.traffic import cache_bytes_per_token, prompt_flops, step_bytes, weight_bytes
 from graft.bench.plan import BenchPlan, Cell
-from graft.bench.ranks import devices_of, quantized_bytes, rank_facts
+from graft.bench.ranks import devices_of, kept_bytes, quantized_bytes, rank_facts
 from graft.bench.rows import Bench, Row
 from graft.bench.runner import CellWork, Graft, Runner
 from graft.engine.llm import LLM
@@ -143,11 +143,11 @@ def work_of(run: BenchRun, cell: Cell, engine: BenchEngine, ours: bool) -> CellW
     flops = prompt_flops(module, cell.batch, cell.prompt)
     if isinstance(engine, Peer):
         return CellWork(engine.step_bytes(cell.batch, tokens), flops)
-    read = step_bytes(module, cell.batch, tokens, run.llm.engine.tensors[0].dtype if ours else None)
-    quantized = quantized_bytes(run.llm) if ours else None
-    read = read if quantized is None else read - weight_bytes(module, cell.batch) + quantized
-    devices = devices_of(run.llm) if ours else 1
-    return CellWork(read / devices, flops / devices)
+    if not ours:
+        return CellWork(step_bytes(module, cell.batch, tokens), flops)
+    weights = quantized_bytes(run.llm) or weight_bytes(module, cell.batch)
+    devices = devices_of(run.llm)
+    return CellWork((weights + cell.batch * kept_bytes(run.llm, tokens)) / devices, flops / devices)
 
 
 def make_baseline(name: str, task: Task) -> BenchEngine:
@@ -164,7 +164,8 @@ def forget() -> None:
 
 
 def cache_need(model: LoadedModel, plan: BenchPlan, kv_cache_dtype: str = "auto") -> int:
-    """Bytes for what is measured, and no more: by default a cache takes all memory that is free on a GPU."""
+    """Bytes for what is measured, and no more: by default a cache takes all memory that is free on a GPU. Before the
+    graph is made, so that latent rows count as keys and values."""
     cache = FP8 if kv_cache_dtype == "fp8" else None
     return model.layers * cache_bytes_per_token(model.module, cache) * plan.cache_tokens()
 

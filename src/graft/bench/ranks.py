@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graft.base.errors import UsageError
-from graft.bench.limits.traffic import graph_weight_bytes
+from graft.bench.limits.traffic import cache_bytes, graph_weight_bytes
 from graft.engine.llm import LLM
 from graft.engine.ranks.leader import LeaderGraph
 
@@ -31,6 +31,12 @@ def quantized_bytes(llm: LLM) -> float | None:
     """Weights that a step reads on all ranks together; None where none is quantized. Ranks have parts alike."""
     leader, found = leader_of(llm), graph_weight_bytes(llm.graph_module)
     return found if found is None or leader is None else found * leader.group.world
+
+
+def kept_bytes(llm: LLM, tokens: float) -> float:
+    """What all ranks together keep of one sequence."""
+    leader, kept = leader_of(llm), cache_bytes(llm.model.module, tokens, layers=llm.cache.layers)
+    return kept if leader is None else kept * leader.group.world
 
 
 def rank_facts(llm: LLM) -> dict[str, Any]:

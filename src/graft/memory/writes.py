@@ -70,7 +70,8 @@ def was_copied(node: Node, source: Node) -> bool:
 def is_positional(node: Node, into: Node, owner: Node) -> bool:
     if is_op(node, *PLACING):
         return not any(a.name == "accumulate" and value for a, value in arg_values(node))
-    if is_op(node, ops.paged_attention.default, ops.rope_kv_write.default, ops.rope_attention.default):
+    rotating = ops.rope_kv_write.default, ops.rope_attention.default
+    if is_op(node, ops.paged_attention.default, ops.paged_latent_attention.default, *rotating):
         return True
     part, whole = tensor_val(into), tensor_val(owner)
     # sizes compared by expression: a slice of a symbolic length counts as a part

@@ -1,6 +1,6 @@
 """The inputs of the engine's graph: a row of packed tokens, their sequences, and where those lie in the paged cache.
 
-`Batch` is the one place that names and orders them; the caches, two a layer, come behind. Transforms declare them
+`Batch` is the one place that names and orders them; the caches of each layer come behind. Transforms declare them
 (`declare`), the engine builds a step of them (`HostBatch`, `pack`), captured steps have them as views into fixed
 memory (`views`, `one_token_each`), and layout_check.py says what is wrong with a batch.
 """
@@ -108,19 +108,24 @@ def cache_blocks(like: Node) -> torch.SymInt:
     return symbolic_sizes(like, [EXAMPLES["cache_blocks"]])[0]
 
 
-def cache_names(layer: int) -> tuple[str, str]:
-    return f"k_cache_{layer}", f"v_cache_{layer}"
+def cache_names(layer: int, tensors: int = 2) -> tuple[str, ...]:
+    """Of keys and of values, or of the latent rows that both are made of."""
+    return (f"k_cache_{layer}", f"v_cache_{layer}") if tensors == 2 else (f"latent_cache_{layer}",)
 
 
 def check_graph(graph: Graph) -> None:
     """The engine passes inputs by their order: the graph must have these, in this order, and caches behind them."""
     found = [node.name for node in placeholders(graph)]
-    layers = max(len(found) - len(NAMES), 0) // 2
-    wanted = [*NAMES, *(name for layer in range(layers) for name in cache_names(layer))]
+    wanted, layer = [*NAMES], 0
+    while len(wanted) < len(found):
+        latent = found[len(wanted)] in cache_names(layer, 1)
+        wanted += cache_names(layer, 1 if latent else 2)
+        layer += 1
     if found != wanted:
         raise LayoutError(
-            f"the engine passes {', '.join(NAMES)} and two caches a layer, but the graph takes {', '.join(found)};"
-            " last_token_logits and insert_kv_cache have to run in this order, and no transform may add inputs"
+            f"the engine passes {', '.join(NAMES)} and the caches of each layer, but the graph takes"
+            f" {', '.join(found)}; last_token_logits and insert_kv_cache have to run in this order, and no transform"
+            " may add inputs"
         )
 
 

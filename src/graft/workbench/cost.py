@@ -24,7 +24,10 @@ from graft.workbench.explain import layer_of
 
 Reads = Literal["weights", "cache", "activations"]
 aten, ops = torch.ops.aten, torch.ops.graft
-ATTENTION = (ops.rope_attention.default, ops.paged_attention.default, ops.cached_attention.default)
+ATTENTION = (
+    *(ops.rope_attention.default, ops.paged_attention.default, ops.cached_attention.default),
+    ops.paged_latent_attention.default,
+)
 LOOKUPS = (aten.embedding.default, ops.packed_embedding.default)
 
 
@@ -199,7 +202,7 @@ def nbytes(node: Node, point: Mapping[Any, int]) -> int:
 
 
 def is_cache(node: Node) -> bool:
-    return node.op == "placeholder" and bool(re.match(r"[kv]_(cache|scale)", node.name))
+    return node.op == "placeholder" and bool(re.match(r"([kv]_(cache|scale)|latent_cache)", node.name))
 
 
 def share_read(node: Node, weight: Node, shape: StepShape) -> float:
@@ -211,8 +214,8 @@ def share_read(node: Node, weight: Node, shape: StepShape) -> float:
 
 
 def cache_read(node: Node, shape: StepShape) -> int:
-    """Keys and values of every sequence, as far as the window reaches back."""
+    """Keys and values of every sequence, as far as the window reaches back, or its latent rows."""
     options: dict[str, Any] = {argument.name: value for argument, value in arg_values(node)}
     seen = min(shape.context, options.get("window") or shape.context)
-    caches = [val(options[name]) for name in ("k_cache", "v_cache")]
+    caches = [val(options[name]) for name in ("k_cache", "v_cache", "latent_cache") if name in options]
     return sum(shape.batch * seen * int(c.shape[2]) * int(c.shape[3]) * c.element_size() for c in caches)

@@ -19,7 +19,7 @@ tiny model of each family. Written by `graft models --markdown`.
 GPU = """
 ## On a GPU
 
-What matches there beyond the table above; on a CPU these are skipped.
+What matches there beyond the table above, or in place of what it says; on a CPU the others are skipped.
 """
 
 
@@ -27,12 +27,13 @@ def families_markdown() -> str:
     """One row a family, one column a transform that is on; then what GPUs add, and why a transform finds nothing."""
     settings = load_config()
     names = [name for name in order_transforms(settings) if settings.transforms[name].enabled]
-    on_gpu = [name for name in names if any(name in family.expect_gpu for family in families().values())]
-    everywhere = [name for name in names if name not in on_gpu]
+    known = families().values()
+    on_gpu = [name for name in names if any(name in family.expect_gpu for family in known)]
+    everywhere = [name for name in names if name not in on_gpu or any(name in family.expect for family in known)]
     lines = [HEAD, *table(everywhere, "expect"), GPU, *table(on_gpu, "expect_gpu"), "", "## Why not", ""]
     for name in names:
         reasons: dict[str, list[str]] = {}
-        for family in families().values():
+        for family in known:
             if name not in family.expect and name not in family.expect_gpu:
                 reasons.setdefault(family.absent.get(name, "not counted"), []).append(family.name)
         lines += [f"- `{name}`: {why} ({', '.join(who)})" for why, who in reasons.items()]

@@ -10,7 +10,10 @@ pytestmark = needs_compiler
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("op", ["rope", "rope_kv_write", "cached_attention", "paged_attention", "rope_attention"])
+@pytest.mark.parametrize(
+    "op",
+    ["rope", "rope_kv_write", "cached_attention", "paged_attention", "rope_attention", "paged_latent_attention"],
+)
 def test_kernels_agree_with_float64_and_a_wrong_one_does_not(op, monkeypatch):
     monkeypatch.setattr("graft.backends.native.call.fresh", poisoned)
     check_op(op)

@@ -162,7 +162,7 @@ def test_bytes_are_given_where_only_one_choice_of_weights_fits(grid, calls, expe
 
 @pytest.mark.exhaustive
 def test_bytes_and_rates_of_a_table(monkeypatch):
-    monkeypatch.setattr(kernel_bytes, "cache_bytes", lambda module, context, cache: 1e6 * context)
+    monkeypatch.setattr(kernel_bytes, "cache_bytes", lambda module, context, layers: 1e6 * context)
     weight, count = max(linear_weights(engine()).items(), key=lambda item: item[0].rows)
     rows = [
         KernelTime("fused_linear_matvec", str(weight.rows), count, 2.0, 2.0, 2.0, 1.0),

@@ -177,8 +177,7 @@ def llm():
 
 
 def check_of(llm, engine) -> str:
-    layers = [f"layer {i}" for i in range(len(engine.tensors) // 2)]
-    return self_check(engine, llm.model, layers)
+    return self_check(engine, llm.model, llm.cache.tensors())
 
 
 def test_the_report_tells_the_check_and_nothing_else_is_left(llm):
@@ -196,12 +195,9 @@ def test_the_report_tells_the_check_and_nothing_else_is_left(llm):
 
 def test_captures_are_checked_as_requests_run_them(llm):
     """With a decode loop: greedy captures, none made for the check, and nothing on its way afterwards."""
-    shapes = [(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
-    from graft.engine.kv.tensors import LayerShape
-
     engine, _ = build_engine(
-        llm.engine.graph, llm.model, [LayerShape(*each) for each in shapes], 16, EngineOptions(max_num_seqs=2),
-        llm.device, content=llm.cache.content, record=True,
+        llm.engine.graph, llm.model, llm.cache.layers, 16, EngineOptions(max_num_seqs=2), llm.device,
+        content=llm.cache.content, record=True,
     )  # fmt: skip
     assert engine.loop is not None
     notes, made = list(engine.loop.notes), set(engine.loop.captures.made)
@@ -235,7 +231,7 @@ def test_a_wrong_step_is_told_by_its_layer(llm):
     size = tolerance(torch.float32) / 50
     assert "agree" in check_of(llm, engine) and calls
     size = tolerance(torch.float32) * 4
-    with pytest.raises(DecodeMismatch, match="the values of layer 1 differ"):
+    with pytest.raises(DecodeMismatch, match=r"the values of model\.layers\.1\.self_attn differ"):
         check_of(llm, engine)
     assert tolerance(torch.float32) < tolerance(torch.bfloat16) < tolerance(torch.float32, quantized=True)
 

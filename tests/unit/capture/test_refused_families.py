@@ -16,6 +16,7 @@ from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 
 ops = torch.ops.graft
+EXPANDED = {"transforms": {"absorb_latent_attention": {"enabled": False}}}
 
 
 def test_attention_of_its_own_is_refused_by_name():
@@ -36,7 +37,7 @@ def heads(values: int):
 def test_values_are_filled_up_to_the_heads_of_keys():
     """Keys of 16 + 8, values of 16: both caches have heads of 24, and the result is cut to 16."""
     gm = heads(16)
-    run_pipeline(gm, load_config(), Context(route="decoder", context_length=64))
+    run_pipeline(gm, load_config(EXPANDED), Context(route="decoder", context_length=64))
     (attention,) = [node for node in calls(gm.graph) if is_op(node, ops.paged_attention.default)]
     assert [tensor_of(attention.args[i]).shape[-1] for i in range(5)] == [24] * 5
     (cut,) = attention.users
@@ -46,4 +47,4 @@ def test_values_are_filled_up_to_the_heads_of_keys():
 
 def test_values_with_larger_heads_are_refused():
     with pytest.raises(TransformError, match="heads of keys are smaller than those of values, 24 and 32"):
-        run_pipeline(heads(32), load_config(), Context(route="decoder", context_length=64))
+        run_pipeline(heads(32), load_config(EXPANDED), Context(route="decoder", context_length=64))

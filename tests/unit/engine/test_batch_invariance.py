@@ -11,8 +11,8 @@ import graft
 from conftest import resized, tiny
 from marks import short
 
-# sliding windows: mistral, gemma-2, gemma-3; mixtures of experts: mixtral, qwen3-moe
-FAMILIES = ["llama", "mistral", "gemma-2", "gemma-3", "mixtral", "qwen3-moe"]
+# sliding windows: mistral, gemma-2, gemma-3; mixtures of experts: mixtral, qwen3-moe; latent rows: deepseek-v2, -v3
+FAMILIES = ["llama", "mistral", "gemma-2", "gemma-3", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
 LENGTHS = (3, 40, 17, 33, 64, 5, 21, 16)
 
 

@@ -62,7 +62,7 @@ def test_tokens_are_the_same_however_a_prompt_comes_into_the_cache(llm):
     expected = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
     again = llm.generate(prompts, GREEDY)
     assert [output.token_ids for output in again] == expected and all(output.cached_tokens for output in again)
-    block = bytes_per_block(layers_of(llm), 16)
+    block = bytes_per_block(llm.cache.layers, 16)
     for options in (
         {"max_num_batched_tokens": 16},
         {"enable_prefix_caching": False},
@@ -85,10 +85,6 @@ def test_siblings_share_blocks_and_part_with_their_scales(llm):
     assert found == [output.token_ids for output in alone]
 
 
-def layers_of(llm):
-    return [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
-
-
 def test_a_block_is_copied_with_its_scales():
     tensors = allocate([LayerShape(2, 8, FP8)], 6, 4, CPU)
     assert tensors[0].shape == (6, 6, 2, 8) and not any(raw(t).any() for t in tensors)
@@ -107,7 +103,7 @@ def test_almost_twice_as_many_tokens_fit():
     assert bytes_per_block(wide, 16) / bytes_per_block(narrow, 16) == pytest.approx(2 * 16 / 17)
     small = graft.LLM(tiny("llama"), kv_cache_dtype="fp8", kv_cache_memory=64 << 10)
     same = graft.LLM(tiny("llama"), kv_cache_memory=64 << 10, backend="eager")
-    ratio = bytes_per_block(layers_of(same), 16) / bytes_per_block(layers_of(small), 16)
+    ratio = bytes_per_block(same.cache.layers, 16) / bytes_per_block(small.cache.layers, 16)
     assert small.engine.manager.blocks == int(same.engine.manager.blocks * ratio) > 2 * same.engine.manager.blocks
     assert small.engine.cache_bytes <= 64 << 10
     roots = {each.kv_cache_events()[0].root for each in (small, same)}

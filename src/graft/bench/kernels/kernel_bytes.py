@@ -38,7 +38,7 @@ class WeightRead:
 def kernel_bytes(rows: list[KernelTime], llm: LLM, cell: Cell, context: float) -> list[KernelTime]:
     """The rows with `bytes` and `gb_per_s` where they are known."""
     weights = linear_weights(llm)
-    cache = cell.batch * cache_bytes(llm.model.module, context, llm.engine.tensors[0].dtype)
+    cache = cell.batch * cache_bytes(llm.model.module, context, layers=llm.cache.layers)
     readers = [row for row in rows if reads_cache(row.name)]
     found = []
     for row in rows:

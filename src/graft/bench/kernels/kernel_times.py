@@ -23,9 +23,9 @@ from graft.bench.kernels.kernel_bytes import kernel_bytes
 from graft.bench.kernels.native_times import native_steps, watched
 from graft.bench.limits.machine import device_name
 from graft.bench.limits.roofline import Roofline
-from graft.bench.limits.traffic import cache_bytes, weight_bytes
+from graft.bench.limits.traffic import weight_bytes
 from graft.bench.plan import Cell
-from graft.bench.ranks import devices_of, lowered_of, quantized_bytes
+from graft.bench.ranks import devices_of, kept_bytes, lowered_of, quantized_bytes
 from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.llm import LLM
@@ -206,7 +206,7 @@ def summary(
     device = llm.device
     on_gpu = device.type == "cuda"
     weights = quantized_bytes(llm) or weight_bytes(llm.model.module, cell.batch)
-    read = weights + cell.batch * cache_bytes(llm.model.module, context, llm.engine.tensors[0].dtype)
+    read = weights + cell.batch * kept_bytes(llm, context)
     read /= devices_of(llm)
     total = sum(launch.duration for launch in launches) / steps
     # own times on a CPU lie inside each other's intervals, so there they never overlap

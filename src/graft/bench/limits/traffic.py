@@ -3,6 +3,7 @@ many floating point operations a prompt takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from graft.engine.kv.tensors import LayerShape
 from graft.ir.nodes import tensor_of
 from graft.ops.paged_cache import SCALE
 from graft.weights.quantize import FP8
@@ -17,9 +19,9 @@ from graft.weights.quantize import FP8
 QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8)  # int16: four 4-bit weights; uint8: tiles
 
 
-def step_bytes(module: nn.Module, batch: int, tokens: float, cache: torch.dtype | None = None) -> float:
-    """For `batch` sequences of `tokens` tokens each, on average. cache: of a layer, where there is one."""
-    return weight_bytes(module, batch) + batch * cache_bytes(module, tokens, cache)
+def step_bytes(module: nn.Module, batch: int, tokens: float) -> float:
+    """For `batch` sequences of `tokens` tokens each, on average."""
+    return weight_bytes(module, batch) + batch * cache_bytes(module, tokens)
 
 
 def weight_bytes(module: nn.Module, batch: int) -> float:
@@ -39,10 +41,15 @@ def weight_bytes(module: nn.Module, batch: int) -> float:
     return total
 
 
-def cache_bytes(module: nn.Module, tokens: float, cache: torch.dtype | None = None) -> float:
-    """Keys and values of one sequence, layer by layer; a sliding window bounds what is read."""
-    seen = sum(min(tokens, window) for window in windows(module))
-    return seen * cache_bytes_per_token(module, cache)
+def cache_bytes(
+    module: nn.Module, tokens: float, cache: torch.dtype | None = None, layers: Sequence[LayerShape] = ()
+) -> float:
+    """What is kept of one sequence, layer by layer; a sliding window bounds what is read. layers: as an engine keeps
+    it, perhaps as latent rows; without them keys and values."""
+    seen = [min(tokens, window) for window in windows(module)]
+    if layers:
+        return sum(count * layer.token_bytes for count, layer in zip(seen, layers, strict=True))
+    return sum(seen) * cache_bytes_per_token(module, cache)
 
 
 def cache_bytes_per_token(module: nn.Module, cache: torch.dtype | None = None) -> int:

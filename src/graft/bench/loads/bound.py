@@ -40,12 +40,11 @@ def machine_rates(llm: LLM) -> MachineRates:
 def load_bound(llm: LLM, load: Load, rates: MachineRates) -> float:
     """New tokens a second."""
     module, batch = llm.model.module, min(load.requests, llm.engine.scheduler.max_num_seqs)
-    cache = llm.engine.tensors[0]
     prompt = matrix_flops(module, load.isl, 1) / rates.matrix_flops
     prompt += attention_flops(module, load.isl) / rates.attention_flops
     quantized = quantized_bytes(llm)
     weights = weight_bytes(module, batch) if quantized is None else quantized
     arithmetic = matrix_flops(module, 1, 1) / rates.matrix_flops
-    read = cache_bytes(module, load.isl + load.osl / 2, cache.dtype) / rates.read_bytes
+    read = cache_bytes(module, load.isl + load.osl / 2, layers=llm.cache.layers) / rates.read_bytes
     token = max(arithmetic, weights / batch / rates.read_bytes) + read
     return devices_of(llm) * load.osl / (prompt + (load.osl - 1) * token)

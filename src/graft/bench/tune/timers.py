@@ -16,7 +16,7 @@ from graft.base.errors import OutOfMemory
 from graft.base.timers import graph_seconds
 from graft.bench.tune.results import Result, StepSample, step_sample, weight_bytes
 from graft.engine.engine import Engine
-from graft.engine.kv.tensors import LayerShape, bytes_per_block
+from graft.engine.kv.tensors import bytes_per_block
 from graft.engine.llm import LLM
 from graft.engine.options import EngineOptions
 from graft.engine.params import SamplingParams
@@ -154,7 +154,7 @@ class DecodeTimer:
         """The same lowered graph under an engine with room for this and no more."""
         llm = self.llm
         size = llm.engine.manager.block_size
-        layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
+        layers = llm.cache.layers
         blocks = tokens * (1 + -(-(PROMPT + NEW) // size))
         options = EngineOptions(
             kv_cache_memory=blocks * bytes_per_block(layers, size),

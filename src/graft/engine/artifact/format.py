@@ -20,7 +20,7 @@ from pathlib import Path
 from graft.base.manifest import MANIFEST, FolderKind, is_marked
 
 ENGINE = FolderKind(
-    "graft engine", 2, "a compiled engine", "`graft compile MODEL -o DIR` writes one", "compile the model again"
+    "graft engine", 3, "a compiled engine", "`graft compile MODEL -o DIR` writes one", "compile the model again"
 )
 GRAPH, REPORT, CONFIG, WEIGHTS = "graph.json", "report.json", "config.json", "weights.safetensors"
 TOKENIZER, KERNELS, TUNED, REFERENCES = "tokenizer", "kernels", "tuned.json", "references.json"

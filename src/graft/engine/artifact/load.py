@@ -82,7 +82,8 @@ def load_engine(
         lowered.call, model, cache.layers, cache.block_size, sizes, device, content=cache.content,
         backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]),
     )  # fmt: skip
-    checked = self_check(engine, model, cache.names, quantized=manifest["quantized_weights"], wanted=sizes.self_check)
+    quantized, checks = manifest["quantized_weights"], sizes.self_check
+    checked = self_check(engine, model, cache.tensors(), quantized=quantized, wanted=checks)
     notes = (f"{said or f'compiled engine: {path}'}, {made_here(carried)}", *lowered.notes, checked)
     return EngineParts(
         engine, model, device, lowered.backend, size, cache, partial(read_graph, path, texts[0], weights),
@@ -254,5 +255,7 @@ def saving(data: Mapping[str, Any] | None) -> Saving | None:
 
 
 def cache_layout(data: Mapping[str, Any]) -> CacheLayout:
-    layers = tuple(LayerShape(heads, dim, getattr(torch, dtype)) for heads, dim, dtype in data["layers"])
+    layers = tuple(
+        LayerShape(heads, dim, getattr(torch, dtype), count) for heads, dim, dtype, count in data["layers"]
+    )
     return CacheLayout(layers, tuple(data["names"]), data["block_size"], data["content"])

@@ -300,7 +300,10 @@ def describe(parts: EngineParts) -> dict[str, Any]:
             "end_tokens": sorted(parts.engine.end_tokens),
         },
         "cache": {
-            "layers": [[one.kv_heads, one.head_dim, str(one.dtype).removeprefix("torch.")] for one in cache.layers],
+            "layers": [
+                [one.kv_heads, one.head_dim, str(one.dtype).removeprefix("torch."), one.tensors]
+                for one in cache.layers
+            ],
             "names": list(cache.names),
             "block_size": cache.block_size,
             "content": cache.content,

@@ -11,24 +11,55 @@ import torch
 from torch import Tensor
 
 from graft.engine.kv.manager import Copy
-from graft.ops.paged_cache import raw, rows_of
+from graft.ops.paged_cache import SCALE, raw, rows_of
+from graft.weights.quantize import FP8
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps for a token: `kv_heads` keys and values of `head_dim`."""
+    """What one layer keeps for a token: `kv_heads` keys and values of `head_dim`. tensors: 2, or 1 where one row
+    stands for both (graft::paged_latent_attention)."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    tensors: int = 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Without what is left of a block's last row of scales."""
+        scale = SCALE.itemsize if self.dtype is FP8 else 0
+        return self.tensors * self.kv_heads * (self.head_dim * self.dtype.itemsize + scale)
 
     def block(self, size: int) -> tuple[int, int, int]:
-        """Of keys, or of values, of so many tokens."""
+        """Of keys, of values or of latent rows, of so many tokens."""
         return rows_of(size, self.head_dim, self.dtype), self.kv_heads, self.head_dim
 
 
+@dataclass(frozen=True)
+class CachedTensor:
+    """What one tensor of the cache holds, in words, and the number of the layer that it belongs to."""
+
+    layer: int
+    what: str
+
+
+def cached_tensors(layers: Sequence[LayerShape], names: Sequence[str]) -> list[CachedTensor]:
+    """Of all layers, in the order of `allocate`. names: of the attention modules."""
+    return [
+        CachedTensor(index, f"the {what} of {name}")
+        for index, (layer, name) in enumerate(zip(layers, names, strict=True))
+        for what in (("keys", "values") if layer.tensors == 2 else ("latent rows",))
+    ]
+
+
+def shapes_like(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[LayerShape]:
+    """Shapes that `allocate` makes such tensors from, one for each; in another dtype where one is given."""
+    return [LayerShape(tensor.shape[2], tensor.shape[3], dtype or tensor.dtype, 1) for tensor in tensors]
+
+
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int) -> int:
-    return sum(2 * prod(layer.block(block_size)) * layer.dtype.itemsize for layer in layers)
+    return sum(layer.tensors * prod(layer.block(block_size)) * layer.dtype.itemsize for layer in layers)
 
 
 def narrow_blocks(layers: Sequence[LayerShape], block_size: int) -> int | None:
@@ -39,9 +70,9 @@ def narrow_blocks(layers: Sequence[LayerShape], block_size: int) -> int | None:
 
 
 def allocate(layers: Sequence[LayerShape], blocks: int, block_size: int, device: torch.device) -> list[Tensor]:
-    """Two tensors [blocks, rows, kv_heads, head_dim] a layer: keys, values (ops/paged_cache.py). All zero: a position
-    that is masked is still multiplied by 0, which must not meet a NaN."""
-    shapes = [((blocks, *layer.block(block_size)), layer.dtype) for layer in layers for _ in "kv"]
+    """Tensors [blocks, rows, kv_heads, head_dim] of each layer: keys and values, or latent rows (ops/paged_cache.py).
+    All zero: a position that is masked is still multiplied by 0, which must not meet a NaN."""
+    shapes = [((blocks, *layer.block(block_size)), layer.dtype) for layer in layers for _ in range(layer.tensors)]
     make = lazy_zeros if device.type == "cpu" else lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
     return [make(shape, dtype) for shape, dtype in shapes]
 

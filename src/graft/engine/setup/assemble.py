@@ -67,7 +67,8 @@ def assemble(
     lead(engine, place, workers)
     quantized = bool(weight_formats(settings))
     wanted = sizes.self_check and (place is None or place.rank == 0)
-    checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=wanted)
+    layout = CacheLayout(made.layers, made.layer_names, made.block_size, made.content)
+    checked = self_check(engine, loaded, layout.tensors(), quantized=quantized, wanted=wanted)
     if cache is not None and sizes.self_check and place is None and pooling is None:
         checked += f"; {cache_error_text(engine, loaded, lowered.backend)}"
     if keep_weights and loaded.floats is not None:
@@ -80,7 +81,6 @@ def assemble(
         *choice_notes(made.graph_module, target.device, lowered.kernels), checked,
     )  # fmt: skip
     report = replace(made.report, kernels=lowered.kernels, notes=notes)
-    layout = CacheLayout(made.layers, made.layer_names, made.block_size, made.content)
     return EngineParts(
         engine, loaded, target.device, lowered.backend, size, layout, lambda: made.graph_module, lambda: report,
         made.quantized, quantized, settings.kernels, settings, lowered, lasting,

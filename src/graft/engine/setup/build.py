@@ -114,9 +114,11 @@ def end_tokens(model: LoadedModel) -> frozenset[int]:
     return frozenset()
 
 
-def fingerprint(model: LoadedModel, weights: Module, cache_dtype: torch.dtype | None = None) -> str:
-    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each), and
-    the cache's dtype where it is not theirs.
+def fingerprint(
+    model: LoadedModel, weights: Module, cache_dtype: torch.dtype | None = None, *, latent: bool = False
+) -> str:
+    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each), the
+    cache's dtype where it is not theirs, and whether it keeps latent rows.
 
     The weights are those that the graph reads, quantized or not; the module may have freed its own. Of those that
     still lie in their file a few are read there.
@@ -125,6 +127,8 @@ def fingerprint(model: LoadedModel, weights: Module, cache_dtype: torch.dtype | 
     digest.update(model.module.config.to_json_string().encode())
     if cache_dtype is not None:
         digest.update(f"cache {cache_dtype}".encode())
+    if latent:
+        digest.update(b"latent rows")
     for name, weight in weights.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {sample(model, weight)}".encode())
     return digest.hexdigest()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graft.engine.engine import Engine
-from graft.engine.kv.tensors import LayerShape, allocate
+from graft.engine.kv.tensors import allocate, shapes_like
 from graft.engine.setup.self_check import PROMPT, STEPS, some_tokens
 from graft.models.loaded import LoadedModel
 from graft.ops.layout import HostBatch, pack
@@ -37,7 +37,7 @@ def cache_error(engine: Engine, tokens: list[int], wide: torch.dtype) -> tuple[f
 def logits_of(engine: Engine, tokens: list[int], dtype: torch.dtype) -> Tensor:
     """[tokens, vocab], with keys and values in a cache of their own."""
     size, device = engine.manager.block_size, engine.tensors[0].device
-    layers = [LayerShape(tensor.shape[2], tensor.shape[3], dtype) for tensor in engine.tensors[::2]]
+    layers = shapes_like(engine.tensors, dtype)
     host = HostBatch()
     host.add(tokens, 0, [0], size)
     host.logits_indices = list(range(len(tokens)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graft.engine.engine import Engine
-from graft.engine.kv.tensors import LayerShape
+from graft.engine.kv.tensors import CachedTensor, LayerShape, cached_tensors
 from graft.models.loaded import LoadedModel
 from graft.weights.quantize import Saving
 
@@ -28,6 +28,9 @@ class CacheLayout:
     names: tuple[str, ...]
     block_size: int
     content: str
+
+    def tensors(self) -> list[CachedTensor]:
+        return cached_tensors(self.layers, self.names)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from graft.base.errors import DecodeMismatch
 from graft.engine.core import Request, Stats
 from graft.engine.decode.loop import Counts
 from graft.engine.engine import Engine
+from graft.engine.kv.tensors import CachedTensor
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
 from graft.engine.pooling import PoolingEngine
 from graft.models.loaded import LoadedModel
@@ -39,19 +40,24 @@ class Seen:
     """What a request left: the keys and values of its tokens, and the token that comes next."""
 
     tokens: list[int]  # those in the cache
-    cache: list[Tensor]  # [tokens, kv_heads, head_dim], keys and values of each layer in turn
+    cache: list[Tensor]  # [tokens, kv_heads, head_dim], of each layer in turn
     chosen: int
     logprobs: dict[int, float] | None
 
 
 def self_check(
-    engine: Engine, model: LoadedModel, layers: Sequence[str], *, quantized: bool = False, wanted: bool = True
+    engine: Engine,
+    model: LoadedModel,
+    tensors: Sequence[CachedTensor],
+    *,
+    quantized: bool = False,
+    wanted: bool = True,
 ) -> str:
-    """A line for the report; raises DecodeMismatch. layers: the names of the attention modules."""
+    """A line for the report; raises DecodeMismatch. tensors: what those of the engine hold."""
     if not wanted:
         return "self-check: turned off (self_check=False)"
     if isinstance(engine, PoolingEngine):
-        return check_chunks(engine, model, tolerance(model.module.dtype, quantized, len(layers)))
+        return check_chunks(engine, model, tolerance(model.module.dtype, quantized, 1 + tensors[-1].layer))
     started = time.perf_counter()
     most = min(engine.manager.block_size, model.context) - 2, engine.scheduler.max_num_batched_tokens
     length = min(PROMPT, *(limit - STEPS for limit in most))
@@ -71,8 +77,8 @@ def self_check(
     if decoded is None or whole is None:
         return "self-check: nothing to compare, because the logits of random tokens are not finite"
     rounds = engine.tensors[0].dtype is FP8
-    limits = [tolerance(model.module.dtype, quantized, i // 2, rounds) for i in range(len(engine.tensors))]
-    largest, allowed = compare(decoded, whole, length, model.name, layers, limits)
+    limits = [tolerance(model.module.dtype, quantized, one.layer, rounds) for one in tensors]
+    largest, allowed = compare(decoded, whole, length, model.name, tensors, limits)
     milliseconds = (time.perf_counter() - started) * 1000
     return (
         f"self-check: {STEPS} decode steps agree with a full pass over the same {len(whole.tokens)} tokens, keys and"
@@ -152,16 +158,17 @@ def look(engine: Engine, request: Request) -> Seen:
 
 
 def compare(
-    decoded: Seen, whole: Seen, start: int, model: str, layers: Sequence[str], allowed: Sequence[float]
+    decoded: Seen, whole: Seen, start: int, model: str, tensors: Sequence[CachedTensor], allowed: Sequence[float]
 ) -> tuple[float, float]:
-    """The largest difference of keys or values of the tokens from `start` on, and what is allowed there."""
+    """The largest difference of what the cache holds of the tokens from `start` on, and what is allowed there."""
     pairs = zip(decoded.cache, whole.cache, strict=True)
     found = torch.stack([distance(a[start:], b[start:]) for a, b in pairs]).tolist()
     for index, (value, limit) in enumerate(zip(found, allowed, strict=True)):
         if not value <= limit:
-            what = f"the {'values' if index % 2 else 'keys'} of {layers[index // 2]}"
             wrong = sum(not v <= limit for v in found)
-            raise mismatch(model, what, value, limit, f"{wrong} of {len(found)} keys and values differ")
+            raise mismatch(
+                model, tensors[index].what, value, limit, f"{wrong} of {len(found)} keys and values differ"
+            )
     check_choice(decoded, whole, model, allowed[-1])
     worst = max(range(len(found)), key=lambda index: found[index] / allowed[index])
     return found[worst], allowed[worst]

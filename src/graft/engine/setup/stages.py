@@ -165,13 +165,14 @@ def transform(
     )  # fmt: skip
     check_graph(gm.graph)
     notes = filled(lazy, gm, "the graph reads them as floats")
+    layers = tuple(LayerShape(c.kv_heads, c.head_dim, c.dtype, c.tensors) for c in context.outputs["kv_cache"])
     return Transformed(
         gm,
         report,
-        layers=tuple(LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]),
+        layers=layers,
         layer_names=context.outputs["kv_cache_layers"],
         block_size=context.block_size,
-        content=fingerprint(model, gm, cache_dtype),
+        content=fingerprint(model, gm, cache_dtype, latent=any(layer.tensors == 1 for layer in layers)),
         quantized=context.outputs.get("quantized"),
         notes=tuple(notes),
     )

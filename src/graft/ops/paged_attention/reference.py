@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,17 +22,17 @@ def paged_attention(
 
 
 def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    clear_new_blocks(k_cache, v_cache, slot_mapping)
+    clear_new_blocks((k_cache, v_cache), slot_mapping)
     write_cache(k, v, k_cache, v_cache, slot_mapping)
 
 
-def clear_new_blocks(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def clear_new_blocks(caches: Sequence[Tensor], slot_mapping: Tensor) -> None:
     """A block whose first place is written is new. What others left in it may be NaN, which a mask does not hide."""
-    size = block_of(k_cache)
+    size = block_of(caches[0])
     new = [slot // size for slot in slot_mapping.tolist() if slot % size == 0]
     if new:
         blocks = torch.tensor(new, device=slot_mapping.device)
-        for cache in (k_cache, v_cache):
+        for cache in caches:
             raw(cache).index_fill_(0, blocks, 0)
 
 

@@ -14,6 +14,7 @@ from graft.base.errors import UnsupportedAttention
 from graft.ir.edit import Editor, fake_mode
 from graft.ir.nodes import calls, is_op, module_path, tensor_of, where
 from graft.ir.patterns.match import Match
+from graft.ir.patterns.words import constant
 from graft.ops.layout import PAGED, cache_blocks, cache_names, declare
 from graft.ops.paged_cache import rows_of
 from graft.passes.base import Context
@@ -21,17 +22,19 @@ from graft.passes.patterns import PatternRun, PatternTransform, Rewrite
 from graft.passes.registry import TransformRegistry
 
 ops = torch.ops.graft
-ATTENTION = ops.attention.default
+ATTENTION, LATENT = ops.attention.default, ops.latent_attention.default
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one attention layer keeps: two tensors of [blocks, rows, kv_heads, head_dim] (ops/paged_cache.py)."""
+    """What one attention layer keeps: tensors of [blocks, rows, kv_heads, head_dim] (ops/paged_cache.py), two, or one
+    of latent rows."""
 
     kv_heads: int
     head_dim: int
     window: int | None
     dtype: torch.dtype
+    tensors: int = 2
 
 
 def attention(
@@ -50,8 +53,20 @@ def paged_attention(
     width = v.shape[-1]
     if width == k.shape[-1]:
         return ops.paged_attention(q, k, v, k_cache, v_cache, *layout, scale, window, softcap, sinks)
-    wide = F.pad(v, (0, k.shape[-1] - width))  # multi-head latent attention: both caches have the keys' head size
+    wide = F.pad(v, (0, k.shape[-1] - width))  # both caches have the keys' head size
     return ops.paged_attention(q, k, wide, k_cache, v_cache, *layout, scale, window, softcap, sinks)[..., :width]
+
+
+def latent_attention(q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, scale: float) -> Tensor:
+    return ops.latent_attention(q, latent, rope, constant(weight), scale)
+
+
+def paged_latent_attention(
+    q: Tensor, latent: Tensor, rope: Tensor, weight: Tensor, latent_cache: Tensor, slot_mapping: Tensor,
+    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    layout = (slot_mapping, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
+    return ops.paged_latent_attention(q, latent, rope, weight, latent_cache, *layout, scale)
 
 
 @dataclass
@@ -63,21 +78,32 @@ class CacheRun(PatternRun):
 
 
 def add_caches(run: CacheRun, match: Match) -> dict[str, Node]:
-    """Two more inputs, which the op writes; the inputs that all layers read come before the first of them."""
-    keys, layer = tensor_of(match.tensors["k"]), match.anchor
+    keys = tensor_of(match.tensors["k"])
+    spec = LayerCache(keys.shape[1], keys.shape[-1], match.literals["window"], cache_dtype(run, keys))
+    return new_inputs(run, match.anchor, spec, ("k_cache", "v_cache"))
+
+
+def add_latent_cache(run: CacheRun, match: Match) -> dict[str, Node]:
+    latent, rope = tensor_of(match.tensors["latent"]), tensor_of(match.tensors["rope"])
+    spec = LayerCache(1, latent.shape[-1] + rope.shape[-1], None, cache_dtype(run, latent), tensors=1)
+    return new_inputs(run, match.anchor, spec, ("latent_cache",))
+
+
+def cache_dtype(run: CacheRun, rows: Tensor) -> torch.dtype:
+    return run.context.kv_cache_dtype or rows.dtype
+
+
+def new_inputs(run: CacheRun, layer: Node, spec: LayerCache, arguments: Sequence[str]) -> dict[str, Node]:
+    """More inputs, which the op writes; the inputs that all layers read come before the first of them."""
     if not run.layers:
         run.shared, run.blocks = declare(run.editor, layer, PAGED), cache_blocks(layer)
-    dtype = run.context.kv_cache_dtype or keys.dtype
-    spec = LayerCache(keys.shape[1], keys.shape[-1], match.literals["window"], dtype)
     with fake_mode(layer):
-        rows = rows_of(run.context.block_size, spec.head_dim, dtype)
+        rows = rows_of(run.context.block_size, spec.head_dim, spec.dtype)
         size = (run.blocks, rows, spec.kv_heads, spec.head_dim)
         example = torch.empty(size, dtype=spec.dtype, device=tensor_of(layer).device)
-    names = cache_names(len(run.layers))
+    names = cache_names(len(run.layers), spec.tensors)
     run.layers[layer] = spec
-    return {
-        arg: run.editor.placeholder(name, example) for arg, name in zip(("k_cache", "v_cache"), names, strict=True)
-    }
+    return {arg: run.editor.placeholder(name, example) for arg, name in zip(arguments, names, strict=True)}
 
 
 def check_mask(match: Match) -> None:
@@ -96,7 +122,11 @@ def check_mask(match: Match) -> None:
 
 
 SHAPES = {"q": "b h s d", "k": "b g s d", "v": "b g s w", "mask": "b 1 s s", "sinks": "h"}
-REWRITES = (Rewrite(attention, paged_attention, SHAPES, check_mask, needs=(ATTENTION,), make=add_caches),)
+LATENT_SHAPES = {"q": "b h s d", "latent": "b 1 s c", "rope": "b 1 s r", "weight": "n c"}
+REWRITES = (
+    Rewrite(attention, paged_attention, SHAPES, check_mask, needs=(ATTENTION,), make=add_caches),
+    Rewrite(latent_attention, paged_latent_attention, LATENT_SHAPES, needs=(LATENT,), make=add_latent_cache),
+)
 
 
 @TransformRegistry.register("insert_kv_cache")
@@ -108,10 +138,11 @@ class InsertKVCache(PatternTransform):
                                         %block_tables, %cu_seqlens, %seq_lens, %lens_cpu, scale, window, softcap,
                                         sinks)
 
-    New inputs: the layout of the batch (ops/layout.py), and two caches a layer that are written in place, in the
-    dtype of the keys, or in float8 (context.kv_cache_dtype): keys and values are rounded to 3 bits behind the first.
-    Values with smaller heads than keys (DeepSeek's latent attention) are filled up with zeros on the way in, and cut
-    off on the way out: a cache has one head size. Keys and values are kept as they are computed, not compressed.
+    New inputs: the layout of the batch (ops/layout.py), and the caches of each layer, which are written in place, in
+    the dtype of the keys, or in float8 (context.kv_cache_dtype): what is kept is rounded to 3 bits behind the first.
+    graft.latent_attention becomes graft.paged_latent_attention, over one cache of latent rows: what all heads' keys
+    and values are made of (absorb_latent_attention). Values with smaller heads than keys, where that did not apply,
+    are filled up with zeros on the way in, and cut off on the way out: the two caches of a layer have one head size.
     Numerics: the same attention; sums may run in another order. A mask other than causal with a window cannot be kept
     over packed tokens and is refused.
     """

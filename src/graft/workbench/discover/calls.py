@@ -30,6 +30,7 @@ MATMULS = {
 ATTENTION = {
     *(ops.attention.default, ops.paged_attention.default, ops.cached_attention.default),
     *(ops.rope_attention.default, aten.scaled_dot_product_attention.default),
+    *(ops.latent_attention.default, ops.paged_latent_attention.default),
 }
 LOOKUPS = {aten.embedding.default, aten.index_select.default}  # read as much as they give
 COPIES = {aten.contiguous.default, aten.clone.default}

@@ -11,7 +11,12 @@ from graft.base.errors import ExportRefused, ShapesUnknown
 from graft.ir.evaluate import example_size, fill
 from graft.ir.nodes import calls, placeholders, tensor_val, val, where
 
-LAYOUT = ("graft::paged_attention", "graft::cached_attention", "graft::rope_attention")
+LAYOUT = (
+    "graft::paged_attention",
+    "graft::cached_attention",
+    "graft::rope_attention",
+    "graft::paged_latent_attention",
+)
 
 
 def made_up_arguments(gm: GraphModule) -> list[torch.Tensor]:

@@ -18,10 +18,14 @@ from graft.passes.rewriter import RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, MM, ADDMM = aten.linear.default, aten.mm.default, aten.addmm.default
-FUSED, EXPERTS = ops.fused_linear.default, ops.moe_experts.default
+FUSED = ops.fused_linear.default
 FIELDS = [argument.name for argument in FUSED._schema.arguments]
 TRANSFORM = "quantize_linear"
-EXPERTS_STAY = "experts are no linear layers; their weights stay"
+# calls whose weights stay, each with the reason
+STAY = {
+    ops.moe_experts.default: "experts are no linear layers; their weights stay",
+    ops.paged_latent_attention.default: "the weight of latent attention is no linear layer's; it stays",
+}
 
 
 def linear_calls(gm: GraphModule) -> list[Node]:
@@ -30,8 +34,8 @@ def linear_calls(gm: GraphModule) -> list[Node]:
     return [node for node in found if not is_op(node, FUSED) or operands(node)["scale"] is None]
 
 
-def experts(gm: GraphModule) -> Iterator[Node]:
-    return (node for node in calls(gm.graph) if is_op(node, EXPERTS))
+def staying(gm: GraphModule) -> Iterator[Node]:
+    return (node for node in calls(gm.graph) if is_op(node, *STAY))
 
 
 def operands(node: Node) -> dict[str, Any]:

@@ -16,16 +16,16 @@ from graft.ir.storage import identity, storage_id
 from graft.passes.base import Context
 from graft.passes.library.quantize.calls import (
     ADDMM,
-    EXPERTS_STAY,
     MM,
+    STAY,
     Quantizing,
     check_call,
-    experts,
     linear_calls,
     operands,
     parameters,
     put,
     put_linear,
+    staying,
     weight_match,
 )
 from graft.passes.library.quantize.quantization import (
@@ -74,12 +74,12 @@ class TiledWeights(Quantizing):
         self.parameters: dict[Use, tuple[Node, Node]] = {}
 
     def candidates(self) -> Iterable[Node]:
-        return [*experts(self.gm), *self.use_of]
+        return [*staying(self.gm), *self.use_of]
 
     def find(self, node: Node) -> Match | None:
         use = self.use_of.get(node)
         if use is None:
-            raise Refused(node, EXPERTS_STAY)
+            raise Refused(node, STAY[node.target])
         if use in self.parameters:
             return weight_match(node, self.made[use.readers[0]].format)
         try:

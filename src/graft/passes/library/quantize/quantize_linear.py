@@ -17,17 +17,16 @@ from graft.passes.base import Context, TransformConfig
 from graft.passes.library.matvec.linears import device_of
 from graft.passes.library.quantize.calls import (
     ADDMM,
-    EXPERTS,
-    EXPERTS_STAY,
     MM,
+    STAY,
     Quantizing,
     check_call,
-    experts,
     linear_calls,
     norm_of,
     operands,
     parameters,
     put_linear,
+    staying,
     weight_match,
 )
 from graft.passes.library.quantize.packed import TiledWeights
@@ -158,11 +157,11 @@ class ScaledWeights(Quantizing):
         self.activations = fp8_activations_problem(gm, self.config.fp8_from)
 
     def candidates(self) -> Iterable[Node]:
-        return [*experts(self.gm), *linear_calls(self.gm)]
+        return [*staying(self.gm), *linear_calls(self.gm)]
 
     def find(self, node: Node) -> Match:
-        if is_op(node, EXPERTS):
-            raise Refused(node, EXPERTS_STAY)
+        if is_op(node, *STAY):
+            raise Refused(node, STAY[node.target])
         check_call(node)
         weight = operands(node)["weight"]
         check_weight(self.layers, node, weight, self.skip)
