@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from graft.bench.limits.roofline import Roofline, float8_rate, measure_roofline
-from graft.bench.limits.traffic import attention_flops, cache_bytes, matrix_flops, weight_bytes
+from graft.bench.limits.traffic import attention_flops, matrix_flops, weight_bytes
 from graft.bench.loads.spread import Load
-from graft.bench.ranks import devices_of, quantized_bytes
+from graft.bench.ranks import devices_of, kept_bytes, quantized_bytes
 from graft.engine.llm import LLM
 
 
@@ -45,6 +45,6 @@ def load_bound(llm: LLM, load: Load, rates: MachineRates) -> float:
     quantized = quantized_bytes(llm)
     weights = weight_bytes(module, batch) if quantized is None else quantized
     arithmetic = matrix_flops(module, 1, 1) / rates.matrix_flops
-    read = cache_bytes(module, load.isl + load.osl / 2, layers=llm.cache.layers) / rates.read_bytes
+    read = kept_bytes(llm, load.isl + load.osl / 2) / rates.read_bytes
     token = max(arithmetic, weights / batch / rates.read_bytes) + read
     return devices_of(llm) * load.osl / (prompt + (load.osl - 1) * token)
