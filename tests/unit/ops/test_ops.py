@@ -153,6 +153,8 @@ WRONG = {
     "cached_attention": lambda args: (*args[:8], args[8] * 1.05, *args[9:]),
     "rope_kv_write": lambda args: (*args[:4], -args[4], *args[5:]),
     "rope_attention": lambda args: (*args[:4], -args[4], *args[5:]),
+    "latent_attention": lambda args: (*args[:4], args[4] * 1.05),
+    "paged_latent_attention": lambda args: (*args[:11], args[11] * 1.05),
     "packed_embedding": lambda args: (*args[:2], (args[2] + 1) % args[1].shape[0], *args[3:]),
 }
 

@@ -30,6 +30,7 @@ BATCHES = [
     ("prefill of two", ((7, 18), (0, 0), TINY), 24),
     ("mixed: chunk far into a context, decode, prefill", ((3, 1, 9), (90, 17, 0), TINY), 40),
     ("long chunk behind a short context", ((40,), (6,), TINY), 46),
+    ("decode, contexts of several parts", ((1, 1), (299, 130), TINY), 300),
     ("deepseek-v2-lite heads: decode beside a prompt", ((1, 5), (33, 0), LITE), 192),
 ]
 CASES = [Case(name, partial(make, *args), reduction) for name, args, reduction in BATCHES]
