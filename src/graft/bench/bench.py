@@ -145,7 +145,7 @@ def work_of(run: BenchRun, cell: Cell, engine: BenchEngine, ours: bool) -> CellW
         return CellWork(engine.step_bytes(cell.batch, tokens), flops)
     if not ours:
         return CellWork(step_bytes(module, cell.batch, tokens), flops)
-    weights = quantized_bytes(run.llm) or weight_bytes(module, cell.batch)
+    weights = quantized_bytes(run.llm, cell.batch) or weight_bytes(module, cell.batch)
     devices = devices_of(run.llm)
     return CellWork((weights + cell.batch * kept_bytes(run.llm, tokens)) / devices, flops / devices)
 

@@ -27,9 +27,10 @@ def devices_of(llm: LLM) -> int:
     return leader.group.world if leader is not None and leader.group.backend == "nccl" else 1
 
 
-def quantized_bytes(llm: LLM) -> float | None:
-    """Weights that a step reads on all ranks together; None where none is quantized. Ranks have parts alike."""
-    leader, found = leader_of(llm), graph_weight_bytes(llm.graph_module)
+def quantized_bytes(llm: LLM, batch: int) -> float | None:
+    """Weights that a step of so many sequences reads on all ranks together; None where none is quantized. Ranks have
+    parts alike."""
+    leader, found = leader_of(llm), graph_weight_bytes(llm.graph_module, batch)
     return found if found is None or leader is None else found * leader.group.world
 
 

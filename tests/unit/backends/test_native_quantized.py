@@ -96,7 +96,7 @@ def test_head_and_embedding_read_the_same_rows():
     assert all(p.is_meta for p in llm.model.module.parameters() if p.dim() == 2), "the module gave its weights up"
     with pytest.raises(UsageError, match="freed when"):
         llm.model.module(torch.tensor([[1, 2]]))
-    assert sum(held.values()) <= (graph_weight_bytes(llm.graph_module) or 0) < 1.1 * sum(held.values())
+    assert sum(held.values()) <= (graph_weight_bytes(llm.graph_module, 1) or 0) < 1.1 * sum(held.values())
 
 
 def regions(llm: LLM) -> list:
@@ -114,10 +114,13 @@ def test_the_callers_module_keeps_its_weights():
 
 
 @pytest.mark.exhaustive
-def test_experts_stay_as_they_are_with_the_reason():
+def test_experts_go_into_tiles_of_their_own():
+    """Their logits are held in test_quantized_experts.py."""
     llm = engine("tiny-mixtral", "int8")
     record = llm.report.transforms["quantize_linear"]
-    assert record.matches and "experts are no linear layers" in reasons(record)
+    assert record.matches and not reasons(record)
+    assert [str(n.target) for n in llm.graph_module.graph.nodes].count("graft.moe_experts.default") == 2
+    assert all(kernel.names == ("native",) for kernel in llm.report.kernels.values()), llm.report.kernels
     assert llm.generate([IDS], GREEDY)[0].finish_reason == "length"
 
 

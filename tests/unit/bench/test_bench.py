@@ -388,5 +388,5 @@ def test_bytes_of_quantized_weights():
         def forward(self, ids):
             return nn.functional.embedding(ids, self.table) @ self.weight.float().t()
 
-    assert graph_weight_bytes(symbolic_trace(Tiny(torch.int8))) == 16 * 8
-    assert graph_weight_bytes(symbolic_trace(Tiny(torch.float32))) is None, "nothing is quantized"
+    assert graph_weight_bytes(symbolic_trace(Tiny(torch.int8)), 1) == 16 * 8
+    assert graph_weight_bytes(symbolic_trace(Tiny(torch.float32)), 1) is None, "nothing is quantized"

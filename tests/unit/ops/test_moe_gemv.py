@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +13,12 @@ import torch
 from test_ops import close, right_bfloat16
 
 from graft.ops import OPS, choose
-from graft.ops.moe_experts.cases import make, make_gpt_oss, make_llama4
+from graft.ops.moe_experts.cases import GPT_OSS, make, make_gpt_oss, make_llama4, make_packed
 from graft.ops.moe_experts.gemv import Sizes, moe_experts_gemv, sizes_for
 from graft.ops.moe_experts.op import gemv_problem, many_tokens, measured
+from graft.ops.moe_experts.triton import moe_experts_triton
 from graft.ops.selection import problem_of
+from marks import FULL
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = OPS["moe_experts"]
@@ -25,6 +31,9 @@ MADE = {
     "the same experts twice": lambda *a: make(2, 2, (6, 16, 24), "gelu", False, "one", *a),
     "transposed, biases, gate and up in turns": lambda *a: make_gpt_oss(2, 4, (8, 36, 40), *a),
     "weighs what goes in": lambda *a: make_llama4(2, (4, 24, 32), *a),
+    "int8": lambda *a: make_packed(2, 3, (5, 17, 200), "int8", {}, *a),
+    "int4, biases": lambda *a: make_packed(1, 2, (4, 136, 200), "int4", GPT_OSS, *a),
+    "fp8, weighs what goes in": lambda *a: make_packed(2, 1, (4, 40, 72), "fp8", {"weigh_input": True}, *a),
 }
 
 
@@ -38,13 +47,105 @@ def test_it_agrees_with_the_reference_and_a_wrong_variant_does_not(name, dtype, 
     if DEVICE == "cpu":
         right_bfloat16(monkeypatch)
     args = arguments(name, dtype)
-    reduction, found = max(args[3].shape[2], args[4].shape[2]), moe_experts_gemv(*args)
+    reduction, found = max(args[0].shape[1], args[3].shape[1] // 2), moe_experts_gemv(*args)
     assert close(found, SPEC.reference(*args), dtype, reduction, scale=4)
     x, weights, ids, *rest = args
     assert not close(found, SPEC.reference(x, weights * 1.5, ids, *rest), dtype, reduction, scale=4)
     assert not close(
         found, SPEC.reference(x, weights, (ids + 1) % rest[0].shape[0], *rest), dtype, reduction, scale=4
     )
+
+
+@pytest.mark.parametrize("name", ["int8", "int4, biases", "fp8, weighs what goes in"])
+@pytest.mark.parametrize("run", [moe_experts_gemv, moe_experts_triton])
+def test_packed_experts_are_read_with_their_own_scales(name, run):
+    args = list(arguments(name, torch.float32))
+    right, found = SPEC.reference(*args), run(*args)
+    assert close(found, right, torch.float32, 200, scale=4)
+    for place in (10, 11):
+        wrong = list(args)
+        wrong[place] = args[place].roll(1, 0)  # the neighbouring expert's
+        assert not close(found, SPEC.reference(*wrong), torch.float32, 200, scale=4)
+
+
+def test_packed_experts_may_have_other_sizes():
+    for name in ("int8", "int4, biases"):
+        args = arguments(name, torch.float32)
+        found = moe_experts_gemv(*args, up_sizes=Sizes(1, 8, 1), down_sizes=Sizes(8, 16, 1))
+        assert close(found, SPEC.reference(*args), torch.float32, 200, scale=4)
+
+
+def test_who_takes_packed_experts(monkeypatch):
+    """The reference without a GPU, gemv for few tokens and triton for many on one; never kernels of floats."""
+    call = SPEC.call(*arguments("int8", torch.float32))
+    assert [problem_of(SPEC.by_name[name], call) for name in ("aten", "grouped_mm")] == ["the experts are packed"] * 2
+    if DEVICE == "cpu":
+        assert choose(SPEC, call).name == "reference" and "run on a GPU" in problem_of(SPEC.by_name["triton"], call)
+        monkeypatch.setattr("graft.ops.moe_experts.op.needs_triton", lambda *_: None)
+    assert choose(SPEC, call._replace(ids=call.ids[:1])).name == "gemv" and choose(SPEC, call).name == "triton"
+    turns, tiles = call._replace(interleaved=True), call._replace(gate_up=call.gate_up.view(torch.uint8))
+    assert "take turns" in problem_of(SPEC.by_name["triton"], turns)
+    assert "packed for another backend" in problem_of(SPEC.by_name["gemv"], tiles)
+
+
+PROGRAM = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
+from graft.ops.moe_experts.gemv_packed import down_packed_gemv, gate_up_packed_gemv
+from graft.ops.moe_experts.grouped_packed import down_packed_kernel, gate_up_packed_kernel
+
+FIXED = dict(ACTIVATION="silu", BIAS=True, WEIGH=False, NARROW=True, K=8, UNROLL=2, STEPS=2, PDL=True)
+FIXED |= dict(E=128, UPCAST=False, COLS=64)
+EVEN = ("width", "stride_x", "d", "f")
+LONG, WORDS = ("ids", "order", "ends"), ("gate_up", "down")
+for kernel in (gate_up_packed_gemv, down_packed_gemv, gate_up_packed_kernel, down_packed_kernel):
+    for kind in sys.argv[1:]:
+        fixed = FIXED | dict(KIND=kind, PARTS=PARTS[kind], FAST=True, TOO_MUCH=TOO_MUCH.get(kind, 0.0))
+        gemv = "gemv" in kernel.__name__
+        fixed |= dict(ROWS=1, DEPTH=256 if "down" in kernel.__name__ else 1024) if gemv else dict(ROWS=16, DEPTH=64)
+        signature, constants = {}, {}
+        for place, name in enumerate(kernel.arg_names):
+            if name.isupper():
+                signature[name], constants[(place,)] = "constexpr", fixed[name]
+            elif name in LONG:
+                signature[name] = "*i64"
+            elif name in WORDS:
+                signature[name] = "*i16"
+            elif name in ("x", "bias", "weights", "hidden", "out"):
+                signature[name] = "*bf16"
+            elif name == "scale":
+                signature[name] = "*bf16" if kind == "int4" else "*fp32"
+            else:
+                signature[name] = "i32"
+        even = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names)
+                if signature[name].startswith("*") or name in EVEN}
+        source = ASTSource(kernel, signature, constants, even)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        code = made.asm["ptx"]
+        wide = "wide" if "ld.global" in code and ".v4.b32" in code or "cp.async" in code else "narrow"
+        print(kernel.__name__, kind, "tensor cores" if "mma" in code else "lanes", wide, made.metadata.shared)
+"""
+
+
+def test_packed_kernels_compile_for_a_gpu(tmp_path):
+    """16 bytes at a time; the grouped ones multiply on tensor cores. In a process of its own: one that has imported
+    Triton for its interpreter compiles no kernel."""
+    program = tmp_path / "kernels.py"  # Triton reads the source of its functions
+    program.write_text(PROGRAM)
+    kinds = ("int8", "int4", "fp8") if FULL else ("int4",)  # a kernel takes a core-second to compile
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(program), *kinds], env=environment, capture_output=True, text=True, check=False
+    )
+    found = re.findall(r"^(\w+) (\w+) (tensor cores|lanes) (wide|narrow) (\d+)$", done.stdout, re.MULTILINE)
+    assert len(found) == 4 * len(kinds), done.stderr[-2000:]
+    for name, kind, how, loads, shared in found:
+        assert how == ("lanes" if "gemv" in name else "tensor cores"), (name, kind)
+        assert loads == "wide" and int(shared) <= 227 * 1024, (name, kind)
 
 
 def test_any_sizes_give_the_same():

@@ -205,7 +205,7 @@ def summary(
 ) -> StepTimes:
     device = llm.device
     on_gpu = device.type == "cuda"
-    weights = quantized_bytes(llm) or weight_bytes(llm.model.module, cell.batch)
+    weights = quantized_bytes(llm, cell.batch) or weight_bytes(llm.model.module, cell.batch)
     read = weights + cell.batch * kept_bytes(llm, context)
     read /= devices_of(llm)
     total = sum(launch.duration for launch in launches) / steps

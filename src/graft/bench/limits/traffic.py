@@ -12,11 +12,12 @@ from torch import nn
 from torch.fx import GraphModule
 
 from graft.engine.kv.tensors import LayerShape
-from graft.ir.nodes import tensor_of
+from graft.ir.nodes import is_op, options_of, tensor_of
 from graft.ops.paged_cache import SCALE
 from graft.weights.quantize import FP8
 
 QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8)  # int16: four 4-bit weights; uint8: tiles
+EXPERT_TENSORS = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
 
 
 def step_bytes(module: nn.Module, batch: int, tokens: float) -> float:
@@ -109,9 +110,9 @@ def causal_pairs(tokens: int, window: float) -> float:
     return near * (near + 1) / 2 + (tokens - near) * near
 
 
-def graph_weight_bytes(gm: GraphModule) -> float | None:
-    """What a step reads of a graph with quantized weights; None where none is. A table that is only looked up in
-    counts as nothing."""
+def graph_weight_bytes(gm: GraphModule, batch: int) -> float | None:
+    """What a step of `batch` tokens reads of a graph with quantized weights; None where none is. A table that is only
+    looked up in counts as nothing, of experts counts the share that some token is sent to."""
     tensors: dict[str, torch.Tensor] = {}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and not all("embedding" in str(user.target) for user in node.users):
@@ -120,9 +121,25 @@ def graph_weight_bytes(gm: GraphModule) -> float | None:
                 tensors[node.target] = value
     if not any(t.dtype in QUANTIZED and t.ndim > 1 for t in tensors.values()):
         return None
-    distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
+    shares = expert_shares(gm, batch)
+    distinct = {(t.data_ptr(), t.nbytes): t.nbytes * shares.get(name, 1.0) for name, t in tensors.items()}
     packed = [node for node in gm.graph.nodes if node.op == "get_attr" and is_freed(tensors.get(node.target))]
-    return float(sum(t.nbytes for t in distinct.values()) + sum(tensor_of(node).nbytes for node in packed))
+    freed = sum(tensor_of(node).nbytes * shares.get(node.target, 1.0) for node in packed)
+    return float(sum(distinct.values()) + freed)
+
+
+def expert_shares(gm: GraphModule, batch: int) -> dict[str, float]:
+    """Of each tensor of a mixture the share that is read, if the router spreads tokens evenly."""
+    found: dict[str, float] = {}
+    for node in gm.graph.nodes:
+        if not is_op(node, torch.ops.graft.moe_experts.default):
+            continue
+        given = options_of(node)
+        chosen, experts = int(tensor_of(given["ids"]).shape[1]), int(tensor_of(given["down"]).shape[0])
+        owned = (given[name] for name in EXPERT_TENSORS if given[name] is not None)
+        read = (one.args[0] if is_op(one, torch.ops.aten.transpose.int) else one for one in owned)
+        found |= {str(one.target): 1 - (1 - chosen / experts) ** batch for one in read}
+    return found
 
 
 def is_freed(tensor: torch.Tensor | None) -> bool:

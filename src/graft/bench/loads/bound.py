@@ -42,7 +42,7 @@ def load_bound(llm: LLM, load: Load, rates: MachineRates) -> float:
     module, batch = llm.model.module, min(load.requests, llm.engine.scheduler.max_num_seqs)
     prompt = matrix_flops(module, load.isl, 1) / rates.matrix_flops
     prompt += attention_flops(module, load.isl) / rates.attention_flops
-    quantized = quantized_bytes(llm)
+    quantized = quantized_bytes(llm, batch)
     weights = weight_bytes(module, batch) if quantized is None else quantized
     arithmetic = matrix_flops(module, 1, 1) / rates.matrix_flops
     read = kept_bytes(llm, load.isl + load.osl / 2) / rates.read_bytes

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from graft.ops.cases import Case, randn
+from graft.ops.fused_linear.cases import LinearCase, make_weight
+
+GPT_OSS = {"biases": True, "activation": "clamped_swiglu"}
 
 
 def make(
@@ -43,6 +46,33 @@ def make_llama4(
     return (*make(n, 1, sizes, "silu", True, "random", device, dtype, generator), None, None, False, True)
 
 
+def make_packed(
+    n: int, k: int, sizes: tuple[int, int, int], kind: str, options: dict[str, Any],
+    device: str, dtype: torch.dtype, generator: torch.Generator,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Packed experts; no two scales alike. options: biases, clamped_swiglu, weigh_input."""
+    e, f, d = sizes
+    x, weights, ids, _, _, activation = make(n, k, sizes, "silu", True, "random", device, dtype, generator)
+    packed = [
+        packed_stack((e, rows, columns), kind, device, dtype, generator) for rows, columns in ((2 * f, d), (d, f))
+    ]
+    biases: tuple[Any, ...] = (None, None)
+    if options.get("biases"):
+        biases = tuple(randn(shape, device, dtype, generator) for shape in ((e, 2 * f), (e, d)))
+    (gate_up, up_scale), (down, down_scale) = packed
+    activation = options.get("activation", activation)
+    more = (False, options.get("weigh_input", False), up_scale, down_scale)
+    return x, weights, ids, gate_up, down, activation, *biases, *more
+
+
+def packed_stack(
+    shape: tuple[int, int, int], kind: str, device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    e, rows, columns = shape
+    both = [make_weight(LinearCase(1, rows, columns, weight=kind), device, dtype, generator) for _ in range(e)]
+    return torch.stack([q for q, _ in both]), torch.stack([scale for _, scale in both if scale is not None])
+
+
 CASES = [
     Case("mixtral/64 decode", partial(make, 1, 2, (8, 224, 64), "silu", False, "random"), 224),
     Case("mixtral/64 decode 6", partial(make, 6, 2, (8, 224, 64), "silu", False, "random"), 224),
@@ -53,4 +83,9 @@ CASES = [
     Case("gpt-oss/40", partial(make_gpt_oss, 3, 4, (8, 72, 72)), 72),
     Case("llama-4/80", partial(make_llama4, 5, (16, 40, 64)), 64),
     Case("llama-4/80 decode", partial(make_llama4, 1, (16, 40, 64)), 64),
+    Case("int8 decode", partial(make_packed, 1, 2, (4, 40, 72), "int8", {}), 72),
+    Case("int4 decode 2, odd sizes", partial(make_packed, 2, 3, (5, 36, 200), "int4", {}), 200),
+    Case("fp8, weighs what goes in", partial(make_packed, 3, 1, (4, 40, 64), "fp8", {"weigh_input": True}), 64),
+    Case("int8 gpt-oss", partial(make_packed, 5, 2, (3, 40, 72), "int8", GPT_OSS), 72),
+    Case("int4 gpt-oss", partial(make_packed, 3, 2, (3, 72, 136), "int4", GPT_OSS), 136),
 ]

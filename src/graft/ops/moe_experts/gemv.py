@@ -10,8 +10,6 @@ fastest is for benchmarks/experts.py to say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,20 +18,9 @@ from torch import Tensor
 from graft.ops.fused_linear.matvec import by_eights
 from graft.ops.fused_linear.widen import as_float
 from graft.ops.launch import pdl_supported
-from graft.ops.moe_experts.triton import clamped_swiglu
-from graft.ops.swiglu.triton import activate
+from graft.ops.moe_experts.gemv_packed import launch_packed_gemv
+from graft.ops.moe_experts.pieces import UNROLL, Sizes, finish_hidden, finish_token
 from graft.ops.triton_math import rounded
-
-UNROLL = 4  # tiles of a program whose loads are issued before the first of them is needed
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a program: `rows` of the result, `depth` of the sum at once, and its warps."""
-
-    rows: int
-    depth: int
-    warps: int
 
 
 @triton.jit
@@ -87,16 +74,7 @@ def gate_up_gemv(
         y, z = tl.split(tl.reshape(rounded(tl.sum(gate, axis=1), dtype), [ROWS, 2]))
     else:
         y, z = rounded(tl.sum(gate, axis=1), dtype), rounded(tl.sum(up, axis=1), dtype)  # [rows]
-    if BIAS:
-        gate_bias = bias + expert * 2 * f + (2 * row if INTERLEAVED else row)
-        up_bias = gate_bias + (1 if INTERLEAVED else f)
-        y = rounded(y + tl.load(gate_bias, mask=row < f, other=0.0).to(tl.float32), dtype)
-        z = rounded(z + tl.load(up_bias, mask=row < f, other=0.0).to(tl.float32), dtype)
-    if ACTIVATION == "clamped_swiglu":
-        result = clamped_swiglu(y, z, dtype)
-    else:
-        result = rounded(activate(y, ACTIVATION), dtype) * z
-    tl.store(hidden + pair.to(tl.int64) * f + row, result.to(dtype), mask=row < f)
+    finish_hidden(y, z, hidden, bias, expert, pair, row, f, ACTIVATION, BIAS, INTERLEAVED)
 
 
 @triton.jit
@@ -132,15 +110,7 @@ def down_gemv(
         products = tl.reshape(products, [K * ROWS, DEPTH])
         total += by_eights(products) if EIGHTHS else products
     result = rounded(tl.reshape(tl.sum(total, axis=1), [K, ROWS]), dtype)
-    if BIAS:
-        biases = tl.load(bias + expert[:, None] * d + row[None, :], mask=inside, other=0.0).to(tl.float32)
-        result = rounded(result + biases, dtype)
-    if not WEIGH:
-        result *= tl.load(weights + pair, mask=slot < k, other=0.0).to(tl.float32)[:, None]
-        if NARROW:
-            result = rounded(result, dtype)
-    summed = tl.sum(tl.where(inside, result, 0.0), axis=0)
-    tl.store(out + token.to(tl.int64) * d + row, summed.to(out.dtype.element_ty), mask=row < d)
+    finish_token(result, out, bias, weights, expert, pair, inside, token, row, k, d, BIAS, WEIGH, NARROW, dtype)
 
 
 def sizes_for(weight: Tensor, depth: int, at_once: int = 1) -> Sizes:
@@ -154,17 +124,23 @@ def sizes_for(weight: Tensor, depth: int, at_once: int = 1) -> Sizes:
 def moe_experts_gemv(
     x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
-    weigh_input: bool = False, up_sizes: Sizes | None = None, down_sizes: Sizes | None = None,
+    weigh_input: bool = False, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
+    up_sizes: Sizes | None = None, down_sizes: Sizes | None = None,
 ) -> Tensor:  # fmt: skip
-    (n, k), (_, d, f) = ids.shape, down.shape
+    (n, k), d, f = ids.shape, x.shape[1], gate_up.shape[1] // 2
     x = x if x.stride(-1) == 1 else x.contiguous()
     ids, weights = ids.contiguous(), weights.contiguous()
+    hidden = torch.empty((n * k, f), dtype=x.dtype, device=x.device)
+    out = torch.empty((n, d), dtype=x.dtype, device=x.device)
+    if gate_up_scale is not None and down_scale is not None:
+        return launch_packed_gemv(
+            x, weights, ids, gate_up, down, activation, [gate_up_bias, down_bias], weigh_input,
+            (gate_up_scale, down_scale), hidden, out, up_sizes, down_sizes,
+        )  # fmt: skip
     first = up_sizes or sizes_for(gate_up, d)
     slots = triton.next_power_of_2(k)
     second = down_sizes or sizes_for(down, f, slots)
     pdl = pdl_supported(x.device)
-    hidden = torch.empty((n * k, f), dtype=x.dtype, device=x.device)
-    out = torch.empty((n, d), dtype=x.dtype, device=x.device)
     biases = [x if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]  # x: nobody reads it
     gate_up_gemv[(triton.cdiv(f, first.rows), n * k)](
         x, gate_up, biases[0], weights, ids, hidden, x.stride(0), *gate_up.stride(), k, d, f,

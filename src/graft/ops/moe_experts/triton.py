@@ -11,31 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.moe_experts.grouped_packed import launch_packed
+from graft.ops.moe_experts.pieces import find_block, store_hidden, store_pairs
 from graft.ops.moe_experts.reference import group_ends
-from graft.ops.swiglu.triton import activate
-
-
-@triton.jit
-def find_block(ends, block, e, E: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a block (E or more: there is none), its first row, and where the expert's rows end."""
-    experts = tl.arange(0, E)
-    end = tl.load(ends + experts, mask=experts < e, other=0)
-    start = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < e), other=0)
-    blocks = tl.where(experts < e, (end - start + ROWS - 1) // ROWS, 0)
-    last_block = tl.cumsum(blocks, axis=0)
-    expert = tl.sum((last_block <= block).to(tl.int32), axis=0)
-    here = experts == expert
-    first = tl.sum(tl.where(here, start + (block - last_block + blocks) * ROWS, 0), axis=0)
-    return expert, first, tl.sum(tl.where(here, end, 0), axis=0)
-
-
-@triton.jit
-def clamped_swiglu(gate, up, dtype: tl.constexpr):
-    """gpt-oss, rounded to the working dtype after each step as in eager."""
-    gate, up = tl.where(gate > 7.0, 7.0, gate), tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
-    scaled = (gate * 1.702).to(dtype).to(tl.float32)
-    share = (1.0 / (1.0 + tl.exp(-scaled))).to(dtype).to(tl.float32)
-    return (up + 1.0).to(dtype).to(tl.float32) * (gate * share).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -75,19 +53,20 @@ def gate_up_kernel(
             a, g, u = a.to(tl.float32), g.to(tl.float32), u.to(tl.float32)
         gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
-    # the projections and the activation are rounded to the working dtype, as in eager
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    if BIAS:
-        of_expert = bias + expert.to(tl.int64) * 2 * f
-        gate += tl.load(of_expert + gate_row, mask=cols < f, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(of_expert + up_row, mask=cols < f, other=0.0).to(tl.float32)[None, :]
-        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    if ACTIVATION == "clamped_swiglu":
-        result = clamped_swiglu(gate, up, dtype)
-    else:
-        result = activate(gate, ACTIVATION).to(dtype).to(tl.float32) * up
-    target = hidden + rows[:, None].to(tl.int64) * f + cols[None, :]
-    tl.store(target, result.to(dtype), mask=inside[:, None] & (cols[None, :] < f))
+    store_hidden(
+        gate,
+        up,
+        hidden,
+        bias + expert.to(tl.int64) * 2 * f,
+        gate_row,
+        up_row,
+        rows,
+        cols,
+        inside,
+        f,
+        ACTIVATION,
+        BIAS,
+    )
 
 
 @triton.jit
@@ -114,22 +93,19 @@ def down_kernel(
         if UPCAST:
             a, w = a.to(tl.float32), w.to(tl.float32)
         result = tl.dot(a, tl.trans(w), result, input_precision="ieee")
-    result = result.to(hidden.dtype.element_ty).to(tl.float32)
-    if BIAS:
-        result += tl.load(bias + expert.to(tl.int64) * d + cols, mask=cols < d, other=0.0).to(tl.float32)[None, :]
-        result = result.to(hidden.dtype.element_ty).to(tl.float32)
-    if not WEIGH:
-        result = result * tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
-    target = out + pair[:, None] * d + cols[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=inside[:, None] & (cols[None, :] < d))
+    store_pairs(
+        result.to(hidden.dtype.element_ty).to(tl.float32), out, bias + expert.to(tl.int64) * d, weights, pair, cols,
+        inside, d, hidden.dtype.element_ty, BIAS, WEIGH,
+    )  # fmt: skip
 
 
 def moe_experts_triton(
     x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
-    weigh_input: bool = False,
+    weigh_input: bool = False, gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    (n, k), (e, d, f) = ids.shape, down.shape
+    (n, k), (e, d) = ids.shape, (down.shape[0], x.shape[1])
+    f = gate_up.shape[1] // 2
     pairs = n * k
     x = x if x.stride(-1) == 1 else x.contiguous()
     weights = weights.contiguous()
@@ -143,14 +119,22 @@ def moe_experts_triton(
     }  # fmt: skip
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=x.device)
     biases = [x if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]  # x: nobody reads it
-    gate_up_kernel[(blocks, triton.cdiv(f, 64))](
-        x, gate_up, biases[0], weights, hidden, order, ends, x.stride(0), *gate_up.stride(), k, e, d, f,
-        ACTIVATION=activation, BIAS=gate_up_bias is not None, INTERLEAVED=interleaved, **sizes,
-    )  # fmt: skip
     # one row for each of a token's experts, summed after: adding them up in place would not be deterministic
     out = torch.empty((pairs, d), dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
-    down_kernel[(blocks, triton.cdiv(d, 64))](
-        hidden, down, biases[1], weights, out, order, ends, *down.stride(), e, d, f,
-        BIAS=down_bias is not None, **sizes,
-    )  # fmt: skip
+    first = {"ACTIVATION": activation, "BIAS": gate_up_bias is not None} | sizes
+    second = {"BIAS": down_bias is not None} | sizes
+    grids = [(blocks, triton.cdiv(columns, 64)) for columns in (f, d)]
+    if gate_up_scale is None or down_scale is None:
+        gate_up_kernel[grids[0]](
+            x, gate_up, biases[0], weights, hidden, order, ends, x.stride(0), *gate_up.stride(), k, e, d, f,
+            INTERLEAVED=interleaved, **first,
+        )  # fmt: skip
+        down_kernel[grids[1]](
+            hidden, down, biases[1], weights, out, order, ends, *down.stride(), e, d, f, **second
+        )  # fmt: skip
+    else:
+        launch_packed(
+            grids, (x, hidden, out), (gate_up, down), (gate_up_scale, down_scale), biases, (weights, order, ends),
+            (k, e, d, f), first, second,
+        )  # fmt: skip
     return out.view(n, k, d).sum(dim=1).to(x.dtype)

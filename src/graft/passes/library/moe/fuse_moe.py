@@ -201,5 +201,6 @@ def experts_args(editor: Editor, routing: Routing, experts: Experts, weights: No
         "x": experts.x, "weights": weights, "ids": ids, "gate_up": tensors[id(read.gate_up)],
         "down": tensors[id(read.down)], "activation": read.activation, "gate_up_bias": biases[0],
         "down_bias": biases[1], "interleaved": read.interleaved, "weigh_input": experts.weigh_input,
+        "gate_up_scale": None, "down_scale": None,
     }  # fmt: skip
     return tuple(args_of(ops.moe_experts.default, options, defaults=False))

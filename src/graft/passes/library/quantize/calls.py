@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,23 @@ from graft.ir.nodes import calls, is_op, options_of
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.base import Context
 from graft.passes.library.matvec.linears import DEFAULTS
-from graft.passes.library.quantize.quantization import Quantized, WeightReaders
+from graft.passes.library.quantize.quantization import Quantized, WeightReaders, release
+from graft.passes.library.quantize.stacked_experts import (
+    find_experts,
+    is_packed,
+    pack_stack,
+    put_experts,
+    routed_by,
+    stacks_of,
+)
 from graft.passes.rewriter import RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, MM, ADDMM = aten.linear.default, aten.mm.default, aten.addmm.default
-FUSED = ops.fused_linear.default
+FUSED, EXPERTS, LATENT = ops.fused_linear.default, ops.moe_experts.default, ops.paged_latent_attention.default
 FIELDS = [argument.name for argument in FUSED._schema.arguments]
 TRANSFORM = "quantize_linear"
-# calls whose weights stay, each with the reason
-STAY = {
-    ops.moe_experts.default: "experts are no linear layers; their weights stay",
-    ops.paged_latent_attention.default: "the weight of latent attention is no linear layer's; it stays",
-}
+LATENT_STAYS = "the weight of latent attention is no linear layer's; it stays"
 
 
 def linear_calls(gm: GraphModule) -> list[Node]:
@@ -34,8 +38,9 @@ def linear_calls(gm: GraphModule) -> list[Node]:
     return [node for node in found if not is_op(node, FUSED) or operands(node)["scale"] is None]
 
 
-def staying(gm: GraphModule) -> Iterator[Node]:
-    return (node for node in calls(gm.graph) if is_op(node, *STAY))
+def others(gm: GraphModule) -> Iterator[Node]:
+    """Calls that are no linear layers: every mixture whose experts are not packed yet, and latent attention."""
+    return (node for node in calls(gm.graph) if is_op(node, LATENT) or (is_op(node, EXPERTS) and not is_packed(node)))
 
 
 def operands(node: Node) -> dict[str, Any]:
@@ -108,7 +113,8 @@ class Quantizing(RewriteRun):
         # a roll-back needs the old weights
         self.owned = context.owned if on_error == "raise" else None
         self.done: list[Quantized] = []
-        self.made: dict[Node, Quantized] = {}  # by the call that reads it now
+        self.made: dict[Node, tuple[Quantized, ...]] = {}  # by the call that reads it now
+        self.routers = routed_by(gm)
 
     @property
     def kept(self) -> str:
@@ -128,3 +134,27 @@ class Quantizing(RewriteRun):
 
     def finish(self) -> None:
         raise NotImplementedError
+
+    # ── experts ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def format_of(self, name: str) -> str:
+        raise NotImplementedError
+
+    def find_experts(self, node: Node) -> Match:
+        formats = {stack.name: self.format_of(stack.name) for stack in stacks_of(node)}
+        return find_experts(self.layers, node, self.skip, formats)
+
+    def write_experts(self, node: Node, kinds: Mapping[str, str], search: bool = True) -> list[Node]:
+        """One stack after the other; kinds: what a format is called here."""
+        read, done = {}, []
+        for stack in stacks_of(node):
+            if self.context.lazy is not None and attribute(self.gm, stack.name) in self.context.lazy:
+                self.context.lazy.fill(attribute(self.gm, stack.name))
+            made = pack_stack(self.gm, stack, kinds[self.format_of(stack.name)], search, self.context.shared)
+            read[stack.side] = parameters(self.editor, made, node)
+            done.append(made)
+            if self.owned is not None:
+                release(self.gm, self.owned, stack.name)
+        self.made[node] = tuple(done)
+        self.done += done
+        return put_experts(self.gm, self.editor, node, read)

@@ -16,16 +16,17 @@ from graft.ir.storage import identity, storage_id
 from graft.passes.base import Context
 from graft.passes.library.quantize.calls import (
     ADDMM,
+    LATENT,
+    LATENT_STAYS,
     MM,
-    STAY,
     Quantizing,
     check_call,
     linear_calls,
     operands,
+    others,
     parameters,
     put,
     put_linear,
-    staying,
     weight_match,
 )
 from graft.passes.library.quantize.quantization import (
@@ -36,6 +37,7 @@ from graft.passes.library.quantize.quantization import (
     release,
     totals,
 )
+from graft.passes.library.quantize.stacked_experts import check_router
 from graft.weights.pack_rows import KIND, pack_checked
 from graft.weights.quantize import Saving
 from graft.weights.tiles import in_graph
@@ -69,32 +71,41 @@ class TiledWeights(Quantizing):
         self, gm: GraphModule, context: Context, on_error: str, skip: Sequence[str], format_of: Callable[[str], str]
     ) -> None:
         super().__init__(gm, context, on_error, skip)
-        self.format_of = format_of
+        self.formats = format_of
         self.use_of = {node: use for use in uses(gm) for node in use.readers}
         self.parameters: dict[Use, tuple[Node, Node]] = {}
 
     def candidates(self) -> Iterable[Node]:
-        return [*staying(self.gm), *self.use_of]
+        return [*others(self.gm), *self.use_of]
+
+    def format_of(self, name: str) -> str:
+        return self.formats(name)
 
     def find(self, node: Node) -> Match | None:
         use = self.use_of.get(node)
         if use is None:
-            raise Refused(node, STAY[node.target])
+            if is_op(node, LATENT):
+                raise Refused(node, LATENT_STAYS)
+            return self.find_experts(node)
         if use in self.parameters:
-            return weight_match(node, self.made[use.readers[0]].format)
+            return weight_match(node, self.made[use.readers[0]][0].format)
         try:
             check_use(self.layers, use, self.skip, node)
             check_format(self, use, self.format_of(use.pattern_name), node)
+            for reader in use.gemms:
+                check_router(reader, self.routers, self.format_of(use.pattern_name))
         except Refused:
             if is_op(node, EMBEDDING):  # a table is no linear layer: leaving it is no miss
                 return None
             raise
         made = packed_weight(self.gm, self.context, use, self.format_of(use.pattern_name))
-        self.made |= dict.fromkeys(use.readers, made)
+        self.made |= dict.fromkeys(use.readers, (made,))
         return weight_match(node, made.format)
 
     def write(self, node: Node) -> list[Node]:
-        use, made = self.use_of[node], self.made[node]
+        if node not in self.use_of:
+            return self.write_experts(node, KIND)
+        use, (made,) = self.use_of[node], self.made[node]
         if use not in self.parameters:
             self.parameters[use] = parameters(self.editor, made, use.readers[0])
             self.done.append(made)

@@ -79,10 +79,10 @@ class Quantized:
 
 
 def check_weight(
-    layers: WeightReaders, reader: Node, node: Any, skip: Sequence[str], *, may_be_tied: bool = False
+    layers: WeightReaders, reader: Node, node: Any, skip: Sequence[str], *, may_be_tied: bool = False, dims: int = 2
 ) -> None:
     """Refused, at its reader, where this weight stays as it is."""
-    problem = weight_problem(layers, node, skip)
+    problem = weight_problem(layers, node, skip, dims)
     if problem is None and not may_be_tied:
         name = str(node.target)
         others = [n for n in layers.readers.get(storage_id(attribute(layers.gm, name)), ()) if n is not node]
@@ -91,7 +91,7 @@ def check_weight(
         raise Refused(reader, problem)
 
 
-def weight_problem(layers: WeightReaders, node: Any, skip: Sequence[str]) -> str | None:
+def weight_problem(layers: WeightReaders, node: Any, skip: Sequence[str], dims: int) -> str | None:
     """Why this weight cannot have another format, or None."""
     if not isinstance(node, Node) or node.op != "get_attr":
         if is_weight(node) or (isinstance(node, Node) and node.op == "placeholder"):
@@ -100,8 +100,8 @@ def weight_problem(layers: WeightReaders, node: Any, skip: Sequence[str]) -> str
     name, tensor = str(node.target), attribute(layers.gm, str(node.target))
     if not isinstance(tensor, torch.nn.Parameter):
         return f"{name} is a buffer, which may be written; only parameters are quantized"
-    if tensor.dim() != 2:
-        return f"{name} has {tensor.dim()} dims, not 2"
+    if tensor.dim() != dims:
+        return f"{name} has {tensor.dim()} dims, not {dims}"
     if tensor.dtype not in WORKING:
         return f"{name} is {tensor.dtype}; float32, bfloat16 and float16 are quantized"
     pattern = next((pattern for pattern in skip if pattern_fits(pattern, name)), None)

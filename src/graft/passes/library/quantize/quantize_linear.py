@@ -1,4 +1,4 @@
-"""quantize_linear: the weights of linear layers in 8 or 4 bits."""
+"""quantize_linear: the weights of linear layers, and of the experts of a mixture, in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from graft.passes.base import Context, TransformConfig
 from graft.passes.library.matvec.linears import device_of
 from graft.passes.library.quantize.calls import (
     ADDMM,
+    EXPERTS,
+    LATENT,
+    LATENT_STAYS,
     MM,
-    STAY,
     Quantizing,
     check_call,
     linear_calls,
     norm_of,
     operands,
+    others,
     parameters,
     put_linear,
-    staying,
     weight_match,
 )
 from graft.passes.library.quantize.packed import TiledWeights
@@ -39,10 +41,11 @@ from graft.passes.library.quantize.quantization import (
     release,
     totals,
 )
+from graft.passes.library.quantize.stacked_experts import check_router
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import MatchRecord
 from graft.passes.rewriter import Rewriter
-from graft.weights.quantize import Saving
+from graft.weights.quantize import QUANTIZERS, Saving
 
 OUTPUT_HEAD = "lm_head"
 FP8_ROWS = 16  # torch's GEMM takes a multiple of it
@@ -73,18 +76,22 @@ class QuantizeConfig(TransformConfig):
 
 @TransformRegistry.register("quantize_linear")
 class QuantizeLinear(Rewriter):
-    """Weights of linear layers as int8 (a scale a row), fp8 (e4m3, a scale a row) or int4 (a scale each 128).
+    """Weights of linear layers and experts as int8, fp8 (e4m3; a scale a row) or int4 (a scale each 128).
 
     before:  %y = linear(%x, %w, %b);   %z = graft.fused_linear(%x, %v, norm=%g, eps=…);   %u = addmm(%b, %x, %t)
     after:   %y = graft.fused_linear(%x, %q, %b, %s);   %z = graft.fused_linear(%x, %r, scale=%t, eps=…, normed=True)
 
-    Only parameters that nothing else reads; a tied embedding, what `skip` names and experts stay as they are, each
-    with its reason. The output head has 8 bits in every format (`head`). The weight of a norm goes into the GEMM's
-    before that is rounded, and with it a sixth of the kernel's instructions. Layer by layer; where the engine loaded
-    the module itself, the old weight is freed as soon as the new one is there. Numerics: they change by design.
+    Only parameters that nothing else reads; a tied embedding, what `skip` names and in int4 a mixture's router stay
+    as they are, each with its reason. The output head has 8 bits in every format (`head`). The weight of a norm goes
+    into the GEMM's before that is rounded, which saves a sixth of its instructions. Layer by layer; where the engine
+    loaded the module itself, the old weight is freed once the new one is there. Numerics: they change by design.
     Each weight is checked to be the nearest number that its scale can give (weights/rounding.py), and the
     record says how far that is; GEMMs are summed in float32. With fp8 on a GPU that multiplies float8, steps of
     `fp8_from` tokens and more round each row of activations to float8 too, with a scale of its own (in the report).
+
+    experts: %y = graft.moe_experts(%x, %weights, %ids, %q, %r, "silu", gate_up_scale=%s, down_scale=%t)
+
+    Both stacks of a mixture in one format, expert by expert; gate and up that take turns are put in halves.
 
     native:  %e = graft.packed_embedding(%q, %s, %ids, …);   %y = graft.fused_linear(%x, %q, None, %s, %g, …)
 
@@ -128,7 +135,8 @@ class QuantizeLinear(Rewriter):
 
     def rewrite(self, run: Quantizing, match: Match) -> MatchRecord:
         record, made = super().rewrite(run, match), run.made[match.anchor]
-        return replace(record, numeric_check=made.numeric_check, note=made.note)
+        worst = max((each.numeric_check for each in made), key=lambda check: check.error)
+        return replace(record, numeric_check=worst, note="; ".join(each.note for each in made))
 
     def finish(self, run: Quantizing) -> None:
         run.finish()
@@ -157,25 +165,34 @@ class ScaledWeights(Quantizing):
         self.activations = fp8_activations_problem(gm, self.config.fp8_from)
 
     def candidates(self) -> Iterable[Node]:
-        return [*staying(self.gm), *linear_calls(self.gm)]
+        return [*others(self.gm), *linear_calls(self.gm)]
 
     def find(self, node: Node) -> Match:
-        if is_op(node, *STAY):
-            raise Refused(node, STAY[node.target])
+        if is_op(node, LATENT):
+            raise Refused(node, LATENT_STAYS)
+        if is_op(node, EXPERTS):
+            return self.find_experts(node)
         check_call(node)
         weight = operands(node)["weight"]
         check_weight(self.layers, node, weight, self.skip)
-        return weight_match(node, self.transform.format_of(str(weight.target)))
+        format = self.format_of(str(weight.target))
+        check_router(node, self.routers, format)
+        return weight_match(node, format)
+
+    def format_of(self, name: str) -> str:
+        return self.transform.format_of(name)
 
     def write(self, node: Node) -> list[Node]:
+        if is_op(node, EXPERTS):
+            return self.write_experts(node, {kind: kind for kind in QUANTIZERS}, self.config.search)
         given = operands(node)
         name = str(given["weight"].target)
         norm = norm_of(self.gm, given)
-        how = How(self.transform.format_of(name), self.config.search, is_op(node, MM, ADDMM), *norm)
+        how = How(self.format_of(name), self.config.search, is_op(node, MM, ADDMM), *norm)
         made = quantize_weight(self.gm, name, how, self.context.shared)
         rounds = not self.activations and made.format == "fp8" and made.q.shape[0] % FP8_ROWS == 0
         given["fp8_from"] = self.config.fp8_from if rounds else 0
-        self.made[node] = made
+        self.made[node] = (made,)
         self.done.append(made)
         new = put_linear(self.editor, node, given, made, *parameters(self.editor, made, node))
         if self.owned is not None:
