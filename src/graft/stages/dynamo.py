@@ -55,7 +55,7 @@ def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
     def make(before: Callable[..., Any]) -> Callable[..., Any]:
         def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:
             recorded = record_graph(gm.graph, current_graph(), frame_of(self))
-            seen.graphs.append(with_callers(recorded, gm.graph.nodes))
+            seen.graphs.append(with_callers(recorded, gm.graph))
             seen.lines |= code_lines(gm.graph)
             reached.at(2, f"handing graph {current_graph()} to the backend")
             result = before(self, gm, example_inputs)

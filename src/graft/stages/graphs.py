@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph, Node
 
+from graft.ir.branches import all_nodes, graphs_of
 from graft.ir.io.text import abstract_text, graph_text, target_text, type_text
 from graft.ir.nodes import FRAME, TORCH, module_path, source_line, static_int, tensor_val
+from graft.stages.origins import inner_name
 from graft.stages.story import StageGraph, StageNode
 
 SELF = re.compile(r"^(L\['self'\]\.?|L\['(\w+)'\])")  # Dynamo's name of the module that is compiled
 
 
 def record_graph(graph: Graph, number: str, frame: str = "") -> StageGraph:
-    return StageGraph(number, frame, tuple(map(record_node, graph.nodes)), graph_text(graph))
+    """With the nodes of branches and loop bodies, by names that have theirs in front."""
+    nodes = [record_node(node, path) for path, part in graphs_of(graph) for node in part.nodes]
+    return StageGraph(number, frame, tuple(nodes), graph_text(graph))
 
 
-def with_callers(graph: StageGraph, nodes: Iterable[Node]) -> StageGraph:
+def with_callers(recorded: StageGraph, graph: Graph) -> StageGraph:
     """The whole way from the program to each line, as Dynamo's graph has it; later graphs know the innermost line."""
-    found = [replace(one, callers=callers_of(node)) for one, node in zip(graph.nodes, nodes, strict=True)]
-    return replace(graph, nodes=tuple(found))
+    pairs = zip(recorded.nodes, all_nodes(graph), strict=True)
+    return replace(recorded, nodes=tuple(replace(one, callers=callers_of(node)) for one, node in pairs))
 
 
 def callers_of(node: Node) -> tuple[str, ...]:
@@ -31,15 +34,17 @@ def callers_of(node: Node) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{path.rsplit('/', 1)[-1]}:{line}" for path, line, _ in outside[:-1]))
 
 
-def record_node(node: Node) -> StageNode:
+def record_node(node: Node, path: str = "") -> StageNode:
+    """path: of the graph inside of which it is. Its nodes are followed by their lines: what they were made from goes
+    by a name that is given to others outside, too."""
     original = node.meta.get("original_aten")
     return StageNode(
-        node.name,
+        inner_name(path, node.name),
         node.op if node.op in ("placeholder", "get_attr", "output") else target_text(node.target),
         type_text(node).removeprefix(" : ") or example_text(node),
         source_line(node),
         SELF.sub(r"\2", module_path(node)),
-        sources_of(node),
+        () if path else sources_of(node),
         target_text(original) if original is not None and original != node.target else "",
     )
 
@@ -69,7 +74,7 @@ def sources_of(node: Node) -> tuple[str, ...]:
 def code_lines(graph: Graph) -> dict[str, str]:
     """The code at each line that made a node, as the trace holds it."""
     found: dict[str, str] = {}
-    for trace in {node.meta.get("stack_trace") or "" for node in graph.nodes}:
+    for trace in {node.meta.get("stack_trace") or "" for node in all_nodes(graph)}:
         outside = [frame for frame in FRAME.findall(trace) if not frame[0].startswith(TORCH)]
         if outside and outside[-1][2]:
             path, line, text = outside[-1]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch._inductor.config
 
+from graft.stages.needs import swapped
+from graft.stages.origins import NEEDS as ORIGINS
+from graft.stages.origins import computed_nodes
 from graft.stages.story import AutotuneRecord, KernelRecord, KernelStage, StageGraph
 from graft.stages.trace import TraceCollector, current_graph
 
+WRITTEN = "set_kernel_post_grad_provenance_tracing"
 NEEDS = (
     "torch._inductor.select_algorithm:get_algorithm_selector_cache",
     "torch._inductor.config:trace.provenance_tracking_level",
+    *(f"torch._inductor.{module}:{WRITTEN}" for module in ("debug", "codegen.cpp", "codegen.triton")),
+    *ORIGINS,
 )
 NO_GPU = "registers and spills: of Triton kernels on a GPU; this run was on {device}"
 
@@ -32,12 +38,17 @@ class GeneratedKernel:
 
 @dataclass
 class SeenKernels:
+    """launches: as the code for them is written, each with the nodes that it computes."""
+
     choices: list[AutotuneRecord] = field(default_factory=list)
+    launches: list[tuple[str, str, tuple[str, ...]]] = field(default_factory=list)  # graph, kernel, nodes
 
 
 @contextmanager
 def watch_kernels(seen: SeenKernels) -> Iterator[None]:
-    """Inductor keeps which node went into which kernel, and says what autotuning measured."""
+    """Inductor says which part of its IR each kernel is written for, and what autotuning measured."""
+    from torch._inductor import debug
+    from torch._inductor.codegen import cpp, triton
     from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
     def save(timings: Mapping[Any, float], name: str, *_rest: Any, **_more: Any) -> None:
@@ -48,10 +59,23 @@ def watch_kernels(seen: SeenKernels) -> Iterator[None]:
     cache = get_algorithm_selector_cache()
     cache.add_feedback_saver(save)
     try:
-        with torch._inductor.config.patch({"trace.provenance_tracking_level": 1}):
+        with ExitStack() as stack:
+            stack.enter_context(torch._inductor.config.patch({"trace.provenance_tracking_level": 1}))
+            for module in (debug, cpp, triton):  # the latter two have imported it
+                stack.enter_context(swapped(module, WRITTEN, lambda before: noting_launches(before, seen)))
             yield
     finally:
         cache.feedback_saver_fns.remove(save)
+
+
+def noting_launches(before: Callable[..., Any], seen: SeenKernels) -> Callable[..., Any]:
+    def written(schedule: Any, kernel: str, *args: Any, **kwargs: Any) -> Any:
+        inner = [getattr(one, "node", None) for one in schedule] if isinstance(schedule, list) else [schedule]
+        nodes = dict.fromkeys(node for one in inner for node in computed_nodes(one))
+        seen.launches.append((current_graph(), kernel, tuple(nodes)))
+        return before(schedule, kernel, *args, **kwargs)
+
+    return written
 
 
 def read_kernels(tree: ast.AST) -> Iterator[GeneratedKernel]:
@@ -95,7 +119,7 @@ def kernel_stage(
     found: list[KernelRecord] = []
     for row in trace.of("inductor_output_code"):
         if all(one.graph != row.graph for one in found):
-            found += kernels_of(row.graph, row.payload, launches_of(trace, row.graph), last)
+            found += kernels_of(row.graph, row.payload, launches_of(seen, row.graph), last)
     resources = NO_GPU.format(device=device) if not device.startswith("cuda") else ""
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
     kernels = tuple(with_time(one, measured.get((one.graph, one.name))) for one in found)
@@ -111,15 +135,11 @@ def with_time(kernel: KernelRecord, found: Any) -> KernelRecord:
     )  # fmt: skip
 
 
-def launches_of(trace: TraceCollector, graph: str) -> dict[str, tuple[int, list[str]]]:
-    """By kernel how often it is launched and the nodes that it computes: `cpp_fused_add_0:1` is its first launch."""
+def launches_of(seen: SeenKernels, graph: str) -> dict[str, tuple[int, list[str]]]:
+    """By kernel how often it is launched and the nodes that it computes."""
     found: dict[str, tuple[int, list[str]]] = {}
-    for row in trace.of("inductor_provenance_tracking_node_mappings"):
-        mapping = row.json()
-        if row.graph != graph or not isinstance(mapping, dict):
-            continue
-        for launch, nodes in mapping.get("cppCodeToPost", {}).items():
-            name = launch.rpartition(":")[0] or launch
+    for number, name, nodes in seen.launches:
+        if number == graph:
             times, before = found.get(name, (0, []))
             found[name] = times + 1, [*before, *nodes]
     return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch._inductor.compile_fx
@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 from graft.ir.io.text import target_text
-from graft.ir.nodes import calls
+from graft.ir.nodes import calls, source_line
 from graft.passes.report import Report
 from graft.stages.graphs import record_graph
 from graft.stages.needs import Reached, swapped
@@ -28,6 +28,7 @@ NEEDS = (
     "torch.fx.passes.graph_transform_observer:GraphTransformObserver.apply_graph_pass",
     "torch.fx.passes.graph_transform_observer:GraphTransformObserver.apply_gm_pass",
 )
+FOLDING = "constant_fold_uniform_value"
 
 
 @dataclass
@@ -37,6 +38,7 @@ class SeenPostGrad:
     graphs: list[StageGraph] = field(default_factory=list)
     passes: list[PassRun] = field(default_factory=list)
     last: dict[str, Graph] = field(default_factory=dict)
+    lines: dict[tuple[str, str], str] = field(default_factory=dict)  # of nodes that a pass put in another's place
 
 
 @contextmanager
@@ -47,7 +49,7 @@ def watch_post_grad(seen: SeenPostGrad, reached: Reached) -> Iterator[None]:
             reached.at(3, f"post-grad passes on graph {number}")
             result = before(gm, *args, **kwargs)
             seen.graphs = [one for one in seen.graphs if one.graph != number]  # the outermost graph ends last
-            seen.graphs.append(record_graph(gm.graph, number))
+            seen.graphs.append(with_lines(record_graph(gm.graph, number), seen.lines))
             seen.last[number] = gm.graph
             reached.at(4, f"lowering graph {number} to Inductor's IR")
             return result
@@ -59,7 +61,9 @@ def watch_post_grad(seen: SeenPostGrad, reached: Reached) -> Iterator[None]:
             name, subsystem = self.passname, self.subsystem or ""
             reached.at(3, f"pass {name} on graph {current_graph()}")
             counted, started = count_calls(self.gm.graph), time.perf_counter()
+            folded = places(self.gm.graph) if name == FOLDING else {}
             result = before(self, run)
+            seen.lines |= moved_lines(self.gm.graph, folded)
             ms, after = (time.perf_counter() - started) * 1e3, count_calls(self.gm.graph)
             seen.passes.append(
                 PassRun(current_graph(), subsystem, name, ms, dict(counted - after), dict(after - counted))
@@ -76,6 +80,26 @@ def watch_post_grad(seen: SeenPostGrad, reached: Reached) -> Iterator[None]:
         swapped(torch._inductor.pattern_matcher.PatternMatcherPass, "apply", lambda before: matching(before, seen)),
     ):
         yield
+
+
+def places(graph: Graph) -> dict[str, tuple[frozenset[str], str]]:
+    """Of each node who reads it, and its line."""
+    return {node.name: (frozenset(user.name for user in node.users), source_line(node)) for node in graph.nodes}
+
+
+def moved_lines(graph: Graph, before: Mapping[str, tuple[frozenset[str], str]]) -> dict[tuple[str, str], str]:
+    """What is read by all that read a node which is gone has its line. Folding gives constants that of a reader."""
+    if not before:
+        return {}
+    after = places(graph)
+    gone = {readers: line for name, (readers, line) in before.items() if name not in after and readers}
+    new = {name: readers for name, (readers, _) in after.items() if name not in before}
+    return {(current_graph(), name): gone[readers] for name, readers in new.items() if readers in gone}
+
+
+def with_lines(graph: StageGraph, lines: Mapping[tuple[str, str], str]) -> StageGraph:
+    nodes = [replace(one, line=lines.get((graph.graph, one.name), one.line)) for one in graph.nodes]
+    return replace(graph, nodes=tuple(nodes))
 
 
 def matching(before: Callable[..., Any], seen: SeenPostGrad) -> Callable[..., Any]:

@@ -17,10 +17,13 @@ from torch.fx import Graph, Node
 from graft.ir.nodes import calls, is_op, source_line
 from graft.stages.graphs import tensor_bytes
 from graft.stages.needs import Reached, swapped
-from graft.stages.story import CopyRecord, Refusal, ScheduledNode, SchedulingStage
+from graft.stages.origins import NEEDS as ORIGINS
+from graft.stages.origins import computed_nodes
+from graft.stages.story import CopyRecord, Refusal, ScheduledNode, SchedulingStage, StageGraph
 from graft.stages.trace import current_graph
 
 NEEDS = (
+    *ORIGINS,
     "torch._inductor.scheduler:Scheduler.fuse_nodes",
     "torch._inductor.scheduler:Scheduler.can_fuse",
     "torch._inductor.scheduler:WhyNoFuse.__call__",
@@ -30,6 +33,7 @@ NEEDS = (
     "torch._inductor.virtualized:V",
 )
 UNSAID = "the rules of the code generator do not allow it; it gives no reason"
+ALLOWED = "allowed by themselves, and not done: it would have made a cycle with what else was fused, or did not pay"
 aten = torch.ops.aten
 
 
@@ -68,13 +72,14 @@ def fusing(before: Callable[..., Any], seen: SeenScheduling, reached: Reached) -
 
 
 def comparing(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., Any]:
-    """Pairs that were refused without a word of the scheduler's own."""
+    """Pairs that were refused without a word of the scheduler's own, and those that were not: some stay apart."""
 
     def can_fuse(self: Any, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
         told = len(seen.refusals)
         result = before(self, first, second, *args, **kwargs)
-        if not result and len(seen.refusals) == told:
-            seen.refusals.append(Refusal(current_graph(), first.get_name(), second.get_name(), UNSAID))
+        if result or len(seen.refusals) == told:
+            reason = ALLOWED if result else UNSAID
+            seen.refusals.append(Refusal(current_graph(), first.get_name(), second.get_name(), reason))
         return result
 
     return can_fuse
@@ -136,12 +141,8 @@ def record(graph: str, node: Any, group: str) -> ScheduledNode:
     inner = node.node
     data = getattr(inner, "data", None)
     kind = type(data if data is not None else inner).__name__
-    origins = tuple(sorted(one.name for one in inner.get_origins())) if inner is not None else ()
-    own = getattr(inner, "origin_node", None)
-    if isinstance(inner, torch._inductor.ir.ExternKernel) and own is not None:
-        origins = (own.name,)  # its origins have those of its arguments, too
     layout = type(getattr(inner, "layout", None)).__name__
-    return ScheduledNode(graph, node.get_name(), kind, origins, group, layout)
+    return ScheduledNode(graph, node.get_name(), kind, computed_nodes(inner), group, layout)
 
 
 def fused_with(nodes: Sequence[ScheduledNode], graph: str) -> dict[str, set[str]]:
@@ -153,23 +154,40 @@ def fused_with(nodes: Sequence[ScheduledNode], graph: str) -> dict[str, set[str]
     return {name: members for members in groups.values() for name in members}
 
 
-def clones_in(graph: Graph, number: str) -> list[CopyRecord]:
-    """Copies that stand in the last graph as calls: asked for by the program, or put there on the way."""
+def clones_in(graph: Graph, number: str, made: set[str]) -> list[CopyRecord]:
+    """Copies that stand in the last graph as calls: asked for by the program, or put there on the way. made: the
+    names of the functional graph, which passes keep."""
     return [
-        CopyRecord(
-            number, node.name, source_line(node), tensor_bytes(node), clone_reason(node.meta.get("original_aten"))
-        )
+        CopyRecord(number, node.name, source_line(node), tensor_bytes(node), clone_reason(node, made))
         for node in calls(graph)
         if is_op(node, aten.clone.default)
     ]
 
 
-def clone_reason(original: Any) -> str:
-    if original is None:
+def clone_reason(node: Node, made: set[str]) -> str:
+    original = node.meta.get("original_aten")
+    if original is None or (made and node.name not in made):
         return "put in by a pass, so that a write does not reach it"
     if str(original) == str(aten.clone.default):
         return "in the program, too: clone(), contiguous(), or a reshape that cannot be a view"
     return f"part of {original}"
+
+
+def pair_of(one: Refusal) -> Refusal:
+    """Both orders are looked at; they are one pair."""
+    return one if one.first <= one.second else replace(one, first=one.second, second=one.first)
+
+
+def stayed_apart(one: Refusal, group: Mapping[tuple[str, str], str]) -> bool:
+    """What was refused in one round may be fused in a later one, or by way of a third."""
+    leaves = [name for side in (one.first, one.second) for name in leaf_names(side)]
+    groups = {group.get((one.graph, name), name) for name in leaves}
+    return len(groups) > 1
+
+
+def leaf_names(name: str) -> list[str]:
+    """A group's name is that of its nodes: `op0_op1`, `true_graph_0_op0`."""
+    return re.findall(r"(?:^|_)((?:[A-Za-z]\w*?_)??op\d+)(?=_|$)", name)
 
 
 def scheduling_stage(
@@ -177,12 +195,16 @@ def scheduling_stage(
     last: Mapping[str, Graph],
     writes: Sequence[CopyRecord],
     kernels: Mapping[tuple[str, str], str],
+    functional: Sequence[StageGraph] = (),
 ) -> SchedulingStage:
-    """last: the graphs after all passes. writes: copies of whole results into inputs. kernels: of (graph, node)."""
-    cloned = [copy for number, graph in last.items() for copy in clones_in(graph, number)]
+    """last: the graphs after all passes. writes: copies of whole results into inputs. kernels: of (graph, node).
+    functional: the graphs before them."""
+    made = {graph.graph: {node.name for node in graph.nodes} for graph in functional}
+    cloned = [copy for number, graph in last.items() for copy in clones_in(graph, number, made.get(number, set()))]
     copies = [replace(one, kernel=kernels.get((one.graph, one.node), "")) for one in (*cloned, *writes, *seen.copies)]
-    told = Counter(seen.refusals)
-    refusals = tuple(replace(one, times=times) for one, times in told.items())
+    told = Counter(pair_of(one) for one in seen.refusals)
+    group = {(one.graph, one.name): one.group for one in seen.nodes}
+    refusals = tuple(replace(one, times=times) for one, times in told.items() if stayed_apart(one, group))
     return SchedulingStage(
         nodes=tuple(seen.nodes), refusals=refusals, copies=tuple(dict.fromkeys(copies)),
         bytes_before=seen.before, bytes_after=seen.after,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from graft.base.errors import UsageError, near
 from graft.stages.follow import Trail, follow
+from graft.stages.scheduling import leaf_names
 from graft.stages.story import CacheLookup, Refusal, Story
 from graft.workbench.stages.text import bytes_text, called_from, values_told
 
@@ -116,8 +117,10 @@ def why_not_fused(story: Story, first: str, second: str) -> Answer:
     found = [refusal for refusal in story.scheduling.refusals if is_between(refusal, one, two)]
     if not found:
         return Answer(question, never_compared(story, one, two), (*trail_lines(one), *trail_lines(two)))
-    details = tuple(f"{r.first} and {r.second}: {r.reason}" for r in found)
-    return Answer(question, " / ".join(dict.fromkeys(r.reason for r in found)), details)
+    details = [f"{r.first} and {r.second}: {r.reason}" for r in found]
+    if shared := [name for name in one.kernels if name in two.kernels]:
+        details.append(f"both are in {', '.join(shared)} all the same, as loops of their own")
+    return Answer(question, " / ".join(dict.fromkeys(r.reason for r in found)), tuple(details))
 
 
 def never_compared(story: Story, *trails: Trail) -> str:
@@ -129,8 +132,7 @@ def never_compared(story: Story, *trails: Trail) -> str:
 
 
 def is_between(refusal: Refusal, one: Trail, two: Trail) -> bool:
-    """A group's name is that of its nodes: `op0_op1`."""
-    left, right = set(refusal.first.split("_")), set(refusal.second.split("_"))
+    left, right = set(leaf_names(refusal.first)), set(leaf_names(refusal.second))
     mine, other = set(one.scheduled), set(two.scheduled)
     return refusal.graph == one.graph and bool((left & mine and right & other) or (left & other and right & mine))
 
