@@ -85,6 +85,8 @@ def poll(found: Callable[[], Any]) -> Any:
 class Served:
     """A server's process."""
 
+    patience = PATIENCE  # until it is ready
+
     def __init__(self, *arguments: Any, stub: bool = True, errors: Any = None, **environment: str) -> None:
         from processes import Forked  # the engines of tests, which import this file, start no process
 
@@ -100,7 +102,7 @@ class Served:
         """Waits until it is ready."""
         if not hasattr(self, "found"):
             assert self.process.stdout is not None
-            assert select.select([self.process.stdout], [], [], PATIENCE)[0], "it never got ready"
+            assert select.select([self.process.stdout], [], [], self.patience)[0], "it never got ready"
             line = self.process.stdout.readline()
             assert "ready at" in line, f"not ready: {line!r}, exit status {self.process.poll()}"
             self.found = line.split("ready at ")[1].split("/v1")[0]

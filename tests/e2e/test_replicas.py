@@ -49,13 +49,14 @@ def server(folder, llm, sessions):
     environment = {"OMP_NUM_THREADS": "1", "RAY_TMPDIR": sessions, "RAY_USAGE_STATS_ENABLED": "0"}
     found = Served(folder, "--replicas", 2, *given, stub=False, **environment)
     try:
+        found.patience = 4 * PATIENCE  # Ray starts some ten processes
         poll(lambda: found.url)
         yield found
         found.signal()
         assert found.ended() == 0
     finally:
         if found.process.poll() is None:
-            found.process.terminate()
+            found.signal()
             found.process.wait(PATIENCE)
 
 

@@ -28,6 +28,7 @@ def application(spec: AppSpec) -> Any:
             "autoscaling_config": {
                 "min_replicas": scaling.min, "max_replicas": scaling.max,
                 "target_ongoing_requests": scaling.open_requests,
+                "upscale_delay_s": scaling.up_after, "downscale_delay_s": scaling.down_after,
             }
         }  # fmt: skip
     at_once = spec.serve.load.engine.get("max_num_seqs") or MANY_SEQS

@@ -3,7 +3,8 @@
 name: graft               # of the Ray Serve application
 serve:                    # every option of `graft serve`, by name
   model: smollm2-135m
-replicas: 2               # or {min: 1, max: 4, open_requests: 8}: as many as keep so many open in each
+replicas: 2               # or {min: 1, max: 4, open_requests: 8, up_after: 30, down_after: 600}: as many as keep so
+                          # many open in each, seconds after there were more or fewer
 gateways: 1
 cpus: 1                   # of each replica; gpus: as many as --tensor-parallel, where the cluster has any
 attempts: 3
@@ -26,11 +27,14 @@ SECTION = "serve"
 
 @dataclass(frozen=True)
 class Scaling:
-    """open_requests: what Ray Serve aims at for each replica; more are added above it, and taken away below."""
+    """open_requests: what Ray Serve aims at for each replica; more are added above it, and taken away below.
+    up_after, down_after: seconds that it must have been so."""
 
     min: int = 1
     max: int = 1
     open_requests: float = 8
+    up_after: float = 30.0
+    down_after: float = 600.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
@@ -39,6 +43,9 @@ class Scaling:
             )
         if not self.open_requests > 0:
             raise UsageError(f"replicas: open_requests must be more than 0, but is {self.open_requests:g}")
+        for name, seconds in (("up_after", self.up_after), ("down_after", self.down_after)):
+            if seconds < 0:
+                raise UsageError(f"replicas: {name} must be at least 0 seconds, but is {seconds:g}")
 
     @property
     def fixed(self) -> bool:

@@ -19,6 +19,7 @@ from graft.ops import ranks
 STUCK = timedelta(minutes=10)  # one exchange takes milliseconds; a first step may compile for minutes
 IDLE = timedelta(days=365)  # a rank without work waits for the next message
 MESSAGE_TAG = "graft-messages"
+NO_INTERFACE = ("Unable to find address", "Unable to find interface", "no socket interface found")  # gloo, NCCL
 
 
 @dataclass
@@ -93,8 +94,16 @@ def connect(rank: int, world: int, backend: str, meeting: Callable[[], Any]) -> 
         raise UsageError("this process is a rank of another model already; load one LLM with several ranks a process")
     if not distributed.is_available() or not available(backend):
         raise UsageError(f"this build of torch has no {backend}, which ranks exchange numbers with")
-    distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, store=meeting())
-    messages = distributed.new_group(backend="gloo", timeout=IDLE)
+    try:
+        distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, store=meeting())
+        messages = distributed.new_group(backend="gloo", timeout=IDLE)
+    except RuntimeError as error:
+        if not any(word in str(error) for word in NO_INTERFACE):
+            raise  # a rank that died on the way, say: whoever started it knows
+        raise UsageError(
+            f"ranks find no network interface to exchange numbers over ({str(error).splitlines()[0][-80:]}); correct or"
+            f" unset GLOO_SOCKET_IFNAME{' and NCCL_SOCKET_IFNAME' if backend == 'nccl' else ''}"
+        ) from error
     return TorchGroup(rank, world, backend, distributed.group.WORLD, messages)
 
 

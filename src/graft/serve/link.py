@@ -106,7 +106,7 @@ class EngineLink:
     async def converse(self, connection: socket.socket, ready: Callable[[], None]) -> None:
         """Until the other side is gone."""
         reader, self.writer = await asyncio.open_connection(sock=connection)
-        self.writer.write(frame({"load": asdict(self.options.load)}))
+        self.send({"load": asdict(self.options.load)})
         while True:
             try:
                 head = await reader.readexactly(LENGTH.size)
@@ -114,6 +114,20 @@ class EngineLink:
             except (asyncio.IncompleteReadError, OSError):
                 return
             self.take(json.loads(body), ready)
+
+    @property
+    def connected(self) -> bool:
+        """A process that was killed closes its connection a moment before its end is known; loops differ in what a
+        write does then (uvloop raises RuntimeError)."""
+        return self.gone is None and self.writer is not None and not self.writer.is_closing()
+
+    @property
+    def why_gone(self) -> str:
+        return self.gone or "the engine process ended"
+
+    def send(self, message: Message) -> None:
+        assert self.writer is not None
+        self.writer.write(frame(message))
 
     def take(self, message: Message, ready: Callable[[], None]) -> None:
         if "load" in message:
@@ -139,8 +153,8 @@ class EngineLink:
 
     def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, follow: bool) -> Ticket:
         """All before the same step. Refuses where too many wait."""
-        if self.gone is not None or self.writer is None or self.model is None:
-            raise EngineGone(f"{self.gone}; try again later")
+        if not self.connected or self.model is None:
+            raise EngineGone(f"{self.why_gone}; try again later")
         samples = params[0].n
         asked, most = len(prompts) * samples, self.model.max_num_seqs + self.options.max_queued_requests
         if self.open + asked > most:
@@ -148,7 +162,7 @@ class EngineLink:
         numbers = {next(self.numbers): index for index in range(len(prompts))}
         ticket = Ticket(numbers, samples, follow, sum(map(len, prompts)))
         self.tickets |= dict.fromkeys(ticket.numbers, ticket)
-        self.writer.write(frame(submission(ticket.numbers, prompts, params)))
+        self.send(submission(ticket.numbers, prompts, params))
         if self.options.max_queue_time:
             later = asyncio.get_running_loop().call_later
             ticket.timer = later(self.options.max_queue_time, self.expire, ticket)
@@ -159,9 +173,9 @@ class EngineLink:
 
     def expire(self, ticket: Ticket) -> None:
         """Whether a request has been begun, the engine knows: it aborts those that have not."""
-        if self.writer is not None and self.gone is None:
+        if self.connected:
             ticket.expired = True
-            self.writer.write(frame({"expire": list(ticket.numbers)}))
+            self.send({"expire": list(ticket.numbers)})
 
     def deliver(self, row: AnswerRow, now: float) -> None:
         ticket = self.tickets.get(row.id)
@@ -222,15 +236,15 @@ class EngineLink:
         if numbers and ticket.left:
             for _ in range(ticket.left):
                 self.metrics.finish("abort")
-            if self.writer is not None and self.gone is None:
-                self.writer.write(frame({"abort": numbers}))
+            if self.connected:
+                self.send({"abort": numbers})
 
     def ask_events(self, number: int | None) -> None:
         """For CacheFeed."""
-        if self.gone is None and self.writer is not None:
-            self.writer.write(frame({"follow_events": number}))
+        if self.connected:
+            self.send({"follow_events": number})
         elif number is not None:
-            raise EngineGone(f"{self.gone}; try again later")
+            raise EngineGone(f"{self.why_gone}; try again later")
 
     def drop_all(self, error: GraftError) -> None:
         """Every open request ends with the error."""

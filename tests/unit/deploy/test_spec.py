@@ -30,14 +30,15 @@ def test_a_dry_run_shows_the_plan(tmp_path):
     text = """
 name: chat
 serve: {model: smollm2-135m, max-num-seqs: 8, api-key: [secret], port: 9000, transforms: {fuse_rope: {enabled: true}}}
-replicas: {min: 1, max: 4, open_requests: 2.5}
+replicas: {min: 1, max: 4, open_requests: 2.5, down_after: 60}
 gpus: 1
 routing: {slack: 3}
 """
     told = deploy(tmp_path, text, "--dry-run", "--json")
     assert told.exit_code == 0, told.output
     plan = json.loads(told.stdout)
-    assert plan["replicas"] == {"min": 1, "max": 4, "open_requests": 2.5, "cpus": 1, "gpus": 1}
+    times = {"up_after": 30, "down_after": 60}
+    assert plan["replicas"] == {"min": 1, "max": 4, "open_requests": 2.5, **times, "cpus": 1, "gpus": 1}
     assert plan["routing"] == {"least_share": 0.25, "slack": 3}
     assert (plan["name"], plan["address"]) == ("chat", "http://127.0.0.1:9000")
     assert plan["serve"]["max_num_seqs"] == 8 and plan["serve"]["config"]["transforms"]
@@ -72,6 +73,7 @@ def test_what_runs_is_told_as_a_line_or_a_document(tmp_path, monkeypatch):
         ("replicas: {min: 3, max: 2}", "min must be at least 1 and at most max"),
         ("replicas: {min: 3}", "max is missing"),
         ("replicas: {max: 2, open_requests: 0}", "open_requests must be more than 0"),
+        ("replicas: {max: 2, up_after: -1}", "up_after must be at least 0 seconds"),
         ("replicas: {most: 2}", "replicas: unknown key 'most'"),
         ("gateways: 0", "gateways must be at least 1"),
         ("gateways: 1.5", "gateways must be a whole number"),

@@ -45,6 +45,19 @@ def test_a_port_in_use_is_told():
             connect(0, 2, "gloo", lambda: meeting_place(found))
 
 
+def test_a_network_interface_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none9")
+    with pytest.raises(UsageError, match=r"no network interface .*none9.*; correct or unset GLOO_SOCKET_IFNAME"):
+        connect(0, 1, "gloo", torch.distributed.HashStore)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_backend_that_torch_has_not_is_told(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    with pytest.raises(UsageError, match="this build of torch has no gloo"):
+        connect(0, 2, "gloo", pytest.fail)
+
+
 @pytest.fixture
 def own_threads():
     """Ranks share the cores: rank 0 is this process, and has fewer threads from then on."""
