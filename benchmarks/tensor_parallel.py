@@ -1,6 +1,8 @@
 """Decoding on several ranks: what was measured on a CPU, and what is predicted for GPUs.
 
     python -m benchmarks.tensor_parallel qwen2.5-0.5b --ranks 1,2  # ms a step, MB a process, share of communication
+    python -m benchmarks.tensor_parallel qwen2.5-0.5b --turns      # 2 ranks and 1 in turns, with as many threads in all
+    python -m benchmarks.tensor_parallel --norms                   # an exchange, and the residual and norm behind it
     python -m benchmarks.tensor_parallel --predict                 # the table of docs/scale.md
 
 The prediction is a formula, not a measurement:
@@ -113,6 +115,77 @@ def measure(model: str, world: int, batch: int, new: int, backend: str) -> dict[
     }  # fmt: skip
 
 
+def in_turns(model: str, batches: list[int], new: int, backend: str, repeats: int) -> list[dict[str, Any]]:
+    """2 ranks with 1 thread each and 1 rank with 2, both in this process, repeat by repeat in turns: what else runs on
+    the machine hits both."""
+    import torch
+
+    import graft
+
+    options: Any = {"dtype": "float32", "device": "cpu", "backend": backend, "kv_cache_memory": "64MiB",
+                    "self_check": False, "use_cache": False, "max_model_len": 128}  # fmt: skip
+    torch.set_num_threads(2)
+    one = graft.LLM(model, **options)
+    two = graft.LLM(model, tensor_parallel_size=2, **options)
+    leader: Any = two.engine.graph
+    found = []
+    for batch in batches:
+        prompts = [[11 + row, 12, 13, 14] for row in range(batch)]
+        params, times, shares = graft.SamplingParams(max_tokens=new, ignore_eos=True), ([], []), []
+        for repeat in range(repeats + 1):
+            for index, (llm, threads) in enumerate(((one, 2), (two, 1))):
+                torch.set_num_threads(threads)
+                leader.group.seconds, leader.seconds = 0.0, 0.0
+                llm.generate(prompts, params)
+                if repeat:  # the first warms up
+                    times[index].append(1000 * llm.stats.decode_seconds / (llm.stats.decode_tokens / batch))
+                    shares += [leader.group.seconds / leader.seconds] if index else []
+        middle = [sorted(some)[len(some) // 2] for some in (*times, shares)]
+        ratios = sorted(a / b for a, b in zip(*times, strict=True))
+        found.append({
+            "model": model, "backend": one.backend, "batch": batch, "repeats": repeats,
+            "ms_of_1_rank": round(middle[0], 2), "ms_of_2_ranks": round(middle[1], 2),
+            "speed_of_2": round(ratios[len(ratios) // 2], 3), "least": round(ratios[0], 3),
+            "most": round(ratios[-1], 3), "communication": round(middle[2], 3),
+        })  # fmt: skip
+    return found
+
+
+def norms(repeats: int = 300) -> None:
+    """Two processes over gloo: µs of a sum over the ranks, and of the residual and norm behind it in one op."""
+    import os
+
+    import torch
+    from torch import distributed
+
+    import graft.ops.add_rms_norm.op  # noqa: F401
+
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        subprocess.run([*launcher, "-m", "benchmarks.tensor_parallel", "--norms"], check=True)
+        return
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    for rows, hidden in ((1, 896), (8, 896), (1, 4096), (8, 4096)):
+        x, residual, weight = torch.randn(rows, hidden), torch.randn(rows, hidden), torch.randn(hidden)
+        calls = (
+            lambda x=x: distributed.all_reduce(x.clone()),
+            lambda x=x, r=residual, w=weight: torch.ops.graft.add_rms_norm(x, r, w, 1e-6),
+        )
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(repeats):
+            for call, taken in zip(calls, times, strict=True):
+                started = time.perf_counter()
+                call()
+                taken.append(1e6 * (time.perf_counter() - started))
+        if distributed.get_rank() == 0:
+            exchanged, normed = (sorted(some)[repeats // 2] for some in times)
+            least = [round(min(some), 1) for some in times]
+            print(json.dumps({"rows": rows, "hidden": hidden, "exchange_us": round(exchanged, 1),
+                              "add_norm_us": round(normed, 1), "least_us": least}), flush=True)  # fmt: skip
+    distributed.destroy_process_group()
+
+
 def resident(pid: str) -> int:
     """MB of a process that are its own, without files that it maps."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -127,10 +200,21 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=12)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--turns", action="store_true")
+    parser.add_argument("--norms", action="store_true")
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--alone", action="store_true", help="one measurement, in this process")
     asked = parser.parse_args()
     if asked.predict:
         print(predict())
+        return
+    if asked.norms:
+        norms()
+        return
+    if asked.turns:
+        batches = [int(batch) for batch in asked.batch.split(",")]
+        for row in in_turns(asked.model, batches, asked.new, asked.backend, asked.repeats):
+            print(json.dumps(row), flush=True)
         return
     for world in map(int, asked.ranks.split(",")):
         for batch in map(int, asked.batch.split(",")):

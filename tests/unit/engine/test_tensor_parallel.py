@@ -17,6 +17,7 @@ import torch
 import graft
 from conftest import tiny
 from graft.base.errors import EngineFailed, RankFailed, UsageError
+from graft.dist import workers
 from graft.dist.group import connect
 from graft.dist.launcher import Launched, meeting_place
 from graft.dist.sizes import check_heads, possible_sizes
@@ -219,6 +220,44 @@ def test_torchrun_starts_the_ranks_as_well():
         [sys.executable, *COMMAND, "--max-tokens", "6"], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[0] == alone.stdout.splitlines()[0]
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_different_checkpoints_are_refused(tmp_path):
+    """One number of one weight is another; every process ends, and says why."""
+    module = load_model("tiny-llama", dtype="float32", device="cpu").module
+    for rank in range(2):
+        module.save_pretrained(tmp_path / str(rank))
+        module.model.layers[1].mlp.down_proj.weight.data[0, 0] += 1
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    asked = ["run", "--token-ids", "5,6", "--dtype", "float32", "--backend", "eager", "--tensor-parallel", "2"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "graft", *asked, "-m", str(tmp_path / str(rank))], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=SOON)[1] for rank in ranks]
+    assert all(rank.returncode == 1 for rank in ranks)
+    assert all("rank 1 has another checkpoint than rank 0" in text for text in said)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_without_memory_ends_the_start(monkeypatch):
+    """The other process may have 3 GB of addresses, of which torch takes most; all are gone, with the reason."""
+    start = workers.subprocess.Popen
+
+    def limited(command, **options):
+        own = ["/bin/sh", "-c", 'ulimit -v 3000000; exec "$@"', "sh", *command]
+        return start(own if workers.MODULE in command else command, **options)
+
+    monkeypatch.setattr(workers.subprocess, "Popen", limited)
+    with pytest.raises(RankFailed, match=r"rank 1 failed: it ended with exit code 1: out of memory \("):
+        graft.LLM("qwen2.5-0.5b", tensor_parallel_size=2, **OPTIONS)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 
+from graft.base.device_memory import is_out_of_memory
 from graft.base.errors import GraftError
 from graft.dist.workers import take_over
 
@@ -19,9 +20,13 @@ def main() -> None:
         work(message["rank"], message["world"], message["port"], message["task"])
     except GraftError as error:
         print(error, flush=True)
-    except BaseException:  # noqa: BLE001  rank 0 reads it in the log
-        traceback.print_exc()
-        sys.stderr.flush()
+    except BaseException as error:  # noqa: BLE001  rank 0 reads it in the log
+        if is_out_of_memory(error):
+            told = str(error).splitlines()[0] if str(error) else type(error).__name__
+            print(f"out of memory ({told}); free memory, use more ranks, or a smaller dtype or model", flush=True)
+        else:
+            traceback.print_exc()
+            sys.stderr.flush()
     else:
         os._exit(0)
     os._exit(1)  # without waiting for exchanges that others will never answer
