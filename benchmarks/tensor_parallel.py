@@ -1,7 +1,7 @@
 """Decoding on several ranks: what was measured on a CPU, and what is predicted for GPUs.
 
     python -m benchmarks.tensor_parallel qwen2.5-0.5b --ranks 1,2  # ms a step, MB a process, share of communication
-    python -m benchmarks.tensor_parallel qwen2.5-0.5b --turns      # 2 ranks and 1 in turns, with as many threads in all
+    python -m benchmarks.tensor_parallel qwen2.5-0.5b --turns      # 2 ranks and 1 in turns, as many threads in all
     python -m benchmarks.tensor_parallel --norms                   # an exchange, and the residual and norm behind it
     python -m benchmarks.tensor_parallel --predict                 # the table of docs/scale.md
 
@@ -116,8 +116,7 @@ def measure(model: str, world: int, batch: int, new: int, backend: str) -> dict[
 
 
 def in_turns(model: str, batches: list[int], new: int, backend: str, repeats: int) -> list[dict[str, Any]]:
-    """2 ranks with 1 thread each and 1 rank with 2, both in this process, repeat by repeat in turns: what else runs on
-    the machine hits both."""
+    """2 ranks with 1 thread each and 1 rank with 2, repeat by repeat in turns: what else the machine does hits both."""
     import torch
 
     import graft

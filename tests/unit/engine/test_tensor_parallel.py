@@ -235,7 +235,8 @@ def test_ranks_of_different_checkpoints_are_refused(tmp_path):
     asked = ["run", "--token-ids", "5,6", "--dtype", "float32", "--backend", "eager", "--tensor-parallel", "2"]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "graft", *asked, "-m", str(tmp_path / str(rank))], stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "graft", *asked, "-m", str(tmp_path / str(rank))],
+            stderr=subprocess.PIPE, text=True,
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)},
         )
         for rank in range(2)

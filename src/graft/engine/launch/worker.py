@@ -7,7 +7,6 @@ import signal
 import sys
 import traceback
 
-from graft.base.device_memory import is_out_of_memory
 from graft.base.errors import GraftError
 from graft.dist.workers import take_over
 
@@ -21,6 +20,8 @@ def main() -> None:
     except GraftError as error:
         print(error, flush=True)
     except BaseException as error:  # noqa: BLE001  rank 0 reads it in the log
+        from graft.base.device_memory import is_out_of_memory  # imports torch, which may take long
+
         if is_out_of_memory(error):
             told = str(error).splitlines()[0] if str(error) else type(error).__name__
             print(f"out of memory ({told}); free memory, use more ranks, or a smaller dtype or model", flush=True)
