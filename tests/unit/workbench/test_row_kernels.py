@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from graft.ops import OPS
+from generated_faults import FAULTS, NATIVE, OP, TRITON, GeneratedFault
 from graft.passes.patterns import Rewrite
-from graft.workbench.autofuse.kernels import inputs, native_kernel_problem
+from graft.workbench.autofuse.kernels import native_kernel_problem
+from graft.workbench.autofuse.triton_kernels import triton_kernel_problem
 from graft.workbench.scaffold.body import USUAL, Body, functions_of
+from graft.workbench.scaffold.destination import Destination
 from graft.workbench.scaffold.row_program import row_program
 from graft.workbench.scaffold.row_texts import CPP_ROWS, TRITON_ROWS
-from marks import firsts
-from row_cases import ADD_NORM, FAULTS, PATTERNS, TRITON, RowFault, RowPattern, fresh, loaded, write
-
-
-def triton_error(module: str, pattern: RowPattern) -> float:
-    """How far the Triton kernel is from the reference in float64, for two widths and three magnitudes."""
-    kernel = getattr(importlib.import_module(f"{module}.triton"), f"{pattern.name}_triton")
-    worst = 0.0
-    for width, scale in ((16, 1.0), (77, 1e-3), (77, 30.0)):
-        args = inputs(pattern.shapes, width, scale)
-        args = [torch.cat([a, a.flip(-1) * 0.7]) if a.dim() > 1 else a for a in args]  # a batch of two
-        args = [a.transpose(0, 1).contiguous().transpose(0, 1) if a.dim() > 1 else a for a in args]
-        wanted = OPS[pattern.name].reference(*(a.double() for a in args))
-        pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (kernel(*args), wanted)), strict=True)
-        for got, exact in pairs:
-            assert got.shape == exact.shape and got.dtype is torch.float32
-            top = exact.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-            worst = max(worst, float(((got.double() - exact).abs() / top).max().nan_to_num(1e9)))
-    return worst
+from marks import firsts, left_out
+from row_cases import ADD_NORM, PATTERNS, WIDE, RowPattern, fresh, loaded, write
 
 
 @pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 4), ids=lambda p: p.name)
@@ -39,24 +26,19 @@ def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)
     written = write(pattern, tmp_path / "row-kernels")
     assert {"native.h", "native.py", "triton.py"} <= {path.name for path in written.files} and not written.no_kernel
-    with loaded(tmp_path / "row-kernels", pattern) as module:
-        assert triton_error(module, pattern) < 1e-5
+    with loaded(tmp_path / "row-kernels", pattern):
+        problem, calls = triton_kernel_problem(pattern.name, pattern.shapes, "cpu")
+    assert not problem and calls >= 20
 
 
 def test_results_have_the_dtype_of_the_model_not_of_a_wide_input(tmp_path):
-    source = (
-        "def row_table_by_hand(x: Tensor, y: Tensor) -> Tensor:\n"
-        "    return y * x.mean(-1, keepdim=True).to(torch.bfloat16)"
-    )
-    shapes = {"x": "a b c : float32", "y": "a b c"}
-    pattern = fresh(RowPattern("row_table", source, shapes, "row_table_by_hand(x, y) * 1.25 + 0.25"))
+    pattern = fresh(WIDE)
     write(pattern, tmp_path / "row-kernels")
     with loaded(tmp_path / "row-kernels", pattern) as module:
+        assert triton_kernel_problem(pattern.name, pattern.shapes, "cpu")[0] == ""
         kernel = getattr(importlib.import_module(f"{module}.triton"), f"{pattern.name}_triton")
         x, y = torch.randn(2, 3, 16), torch.randn(2, 3, 16, dtype=torch.bfloat16)
-        got, wanted = kernel(x, y), OPS[pattern.name].reference(x, y)
-    assert got.dtype is wanted.dtype is torch.bfloat16
-    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
+        assert kernel(x, y).dtype is torch.bfloat16
 
 
 def test_a_reduction_of_one_number_is_that_number(tmp_path):
@@ -65,8 +47,8 @@ def test_a_reduction_of_one_number_is_that_number(tmp_path):
     )
     pattern = fresh(RowPattern("row_twice", source, {"x": "a b c"}, "row_twice_by_hand(x) * 1.25 + 0.25"))
     write(pattern, tmp_path / "row-kernels")
-    with loaded(tmp_path / "row-kernels", pattern) as module:
-        assert triton_error(module, pattern) < 1e-5
+    with loaded(tmp_path / "row-kernels", pattern):
+        assert triton_kernel_problem(pattern.name, pattern.shapes, "cpu")[0] == ""
 
 
 @pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 2), ids=lambda p: p.name)
@@ -78,18 +60,44 @@ def test_native_kernels_compute_their_pattern(pattern, tmp_path):
     assert not problem and runs >= 3
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("fault", firsts(FAULTS, lambda f: f.template, 3), ids=lambda f: f"{f.pattern.name}: {f.new}")
-def test_a_fault_in_the_generator_is_found(fault: RowFault, tmp_path, monkeypatch):
-    fault.plant(monkeypatch)
-    pattern = fresh(fault.pattern)
+# of each kind one: last tile, one token, several sequences, 32 bits, NaN, layouts, dtypes
+KINDS = (
+    "count % BLOCK",
+    "> 80:",
+    "becomes (n1 * n2,)",
+    ".to(tl.int64)",
+    "becomes tl.max(",
+    "[t for t",
+    "call.weight)) becomes",
+)
+
+
+def of_a_kernel(fault: GeneratedFault) -> bool:
+    table = fault.file == OP and ("call" in fault.old or "_triton(" in fault.old)
+    return isinstance(fault.subject, RowPattern) and (table or fault.file in (TRITON, NATIVE))
+
+
+def short_run(fault: GeneratedFault) -> bool:
+    return fault.file != NATIVE and any(kind in fault.title for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [fault if short_run(fault) else left_out(fault) for fault in FAULTS if of_a_kernel(fault)],
+    ids=lambda fault: fault.title,
+)
+def test_a_fault_in_a_generated_kernel_is_found(fault, tmp_path):
+    """The other faults, and the parts of the trial that judge them: tests/autofuse_faults.py."""
+    pattern = fresh(fault.subject)
     write(pattern, tmp_path / "row-faults")
-    with loaded(tmp_path / "row-faults", pattern) as module:
-        if fault.template == TRITON:
-            assert not triton_error(module, pattern) < 1e-5
-        else:
-            problem, _ = native_kernel_problem(pattern.name, pattern.shapes)
-            assert "is off by" in problem
+    replace(fault, subject=pattern).plant(Destination.in_package(tmp_path / "row-faults"), pattern.name)
+    try:
+        with loaded(tmp_path / "row-faults", pattern):
+            judge = native_kernel_problem if fault.file == NATIVE else partial(triton_kernel_problem, device="cpu")
+            problem, _ = judge(pattern.name, pattern.shapes)
+    except Exception as error:  # noqa: BLE001  the kernel's own, with which a trial ends
+        problem = str(error)
+    assert problem
 
 
 def refusal(source: str, shapes: dict[str, str]) -> str:

@@ -1,9 +1,9 @@
-"""A new op's native kernel by itself, against its reference in float64: sizes and magnitudes that a model may never
-show, and where an eps, a mask or a tail that is wrong does show."""
+"""A new op's native kernel by itself, as it is lowered in a decoder's graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -12,138 +12,150 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from graft.backends.native.lower import lower_native
-from graft.ir.io.symbols import fresh_mode
+from graft.backends.native.program import Pointer, Program, Value
+from graft.base.errors import NothingNative
+from graft.ir.io.symbols import Symbol, declare, fresh_mode
 from graft.ir.patterns.arguments import size_of
 from graft.ops import OPS
-from graft.ops.cases import tolerance
+from graft.workbench.autofuse.alone import ComparedCalls
+from graft.workbench.autofuse.cases import (
+    WIDTHS,
+    KernelCase,
+    NotOneShape,
+    broadcasts,
+    dims,
+    leading,
+    made_of,
+    plain_cases,
+    sizes,
+)
 
-TOKENS = 13
-WIDTHS = (16, 77)  # of a row whose width is open: whole lanes, and a tail
-SCALES = (1.0, 1e-3, 30.0)
-SLACK = 8  # times the dtype's tolerance for one sum as long as the row: kernels chain a few
+BATCHES = ((1, 13), (1, 1))  # a step of the native backend holds one row of tokens
 
 
-class NotOneShape(Exception):
-    """Why a kernel is not run by itself."""
+class KernelWrong(Exception):
+    """What a step does beside its results."""
 
 
 def native_kernel_problem(op: str, shapes: Mapping[str, str]) -> tuple[str, int]:
-    """What is wrong with the native kernel of graft::`op`, '' for nothing; and how many runs were compared."""
-    reference = OPS[op].reference
-    runs = 0
-    for width in WIDTHS if open_width(shapes) else (0,):
-        run = compiled(op, shapes, width)
-        for scale in SCALES:
-            args = inputs(shapes, width, scale)
-            got, wanted = results(run(args)), results(reference(*(a.double() for a in args)))
-            shaken = results(reference(*(shake(a).double() for a in args)))
-            for index, (mine, exact, wrong) in enumerate(zip(got, wanted, shaken, strict=True)):
-                allowed = SLACK * tolerance(torch.float32, int(exact.shape[-1]))
-                far, sensitive = distance(mine, exact), distance(wrong, exact)
-                if not far <= allowed:
-                    size = f"rows of {exact.shape[-1]}, inputs around {scale:g}"
-                    return f"result {index} is off by {far:.1e} where {allowed:.1e} is allowed ({size})", runs
-                if not sensitive > allowed:
-                    return f"result {index} does not depend on its inputs, so nothing was compared", runs
-                runs += 1
-    return "", runs
+    """What is wrong with the native kernel of graft::`op`, '' for nothing; and how many calls were compared."""
+    if not leading(shapes):
+        raise NotOneShape("none of its sizes is a count of tokens")
+    built: dict[Any, Callable[..., Any]] = {}
+    compared = ComparedCalls(OPS[op].reference)
+    try:
+        for case in plain_cases(shapes, BATCHES, WIDTHS[:2]):
+            problem = compared.problem(runner(op, shapes, case.tensors, built), case)
+            if problem:
+                return problem, compared.calls
+        return compared.unseen() or broadcast_problem(op, shapes, compared), compared.calls
+    except KernelWrong as wrong:
+        return str(wrong), compared.calls
 
 
-def open_width(shapes: Mapping[str, str]) -> bool:
-    return any(dims(shape)[-1].isalpha() for shape in shapes.values() if dims(shape))
+def broadcast_problem(op: str, shapes: Mapping[str, str], compared: ComparedCalls) -> str:
+    """Inputs of one row for all: the lowering refuses them, or they are right."""
+    known = sizes(shapes, WIDTHS[1], BATCHES[0])
+    for name, changed in broadcasts(shapes):
+        case = KernelCase(name, made_of(changed, known, 1.0, torch.float32))
+        if not compared.applies(case) or leading(changed) != leading(shapes):
+            continue
+        try:
+            run = runner(op, changed, case.tensors, {})
+        except (NotOneShape, NothingNative):
+            continue
+        if problem := compared.problem(run, case):
+            return problem
+    return ""
 
 
-def dims(shape: str) -> list[str]:
-    return shape.partition(":")[0].split()
+def runner(
+    op: str, shapes: Mapping[str, str], args: tuple[Tensor, ...], built: dict[Any, Callable[..., Any]]
+) -> Callable[[tuple[Tensor, ...]], Any]:
+    """The op as a compiled step. built: those that are there; a vector is a weight, which is packed once."""
+    known = sizes_of(shapes, args)
+    tokens = leading(shapes)[-1]
+    ids = torch.zeros(1, known[tokens], dtype=torch.int64)
+    weights = [bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()) for tensor in args if tensor.dim() < 2]
+    key = (*(size for letter, size in known.items() if letter != tokens), *weights)
+    if key not in built:
+        built[key] = lowered(op, shapes, args, known)
+    return lambda given: built[key](ids, *(value for value in given if value.dim() > 1))
 
 
-def sizes(shapes: Mapping[str, str], width: int) -> dict[str, int]:
-    """A batch of 1, then tokens; the last dim is the width."""
-    widest = max((dims(shape) for shape in shapes.values()), key=len)
-    leading = [dim for dim in widest[:-1] if dim.isalpha()]
-    if not 1 <= len(leading) <= 2:
-        raise NotOneShape(f"its rows are {' '.join(widest[:-1])}, not a batch of tokens")
-    named = dict(zip(leading[::-1], (TOKENS, 1), strict=False))
-    others = {dim for shape in shapes.values() for dim in dims(shape) if dim.isalpha()} - set(named)
-    return named | dict.fromkeys(others, width)
+def sizes_of(shapes: Mapping[str, str], args: tuple[Tensor, ...]) -> dict[str, int]:
+    """Letter → size; sizes that follow from others have none."""
+    pairs = (
+        (d, n)
+        for text, a in zip(shapes.values(), args, strict=True)
+        for d, n in zip(dims(text), a.shape, strict=True)
+    )
+    return {dim: int(size) for dim, size in pairs if dim.isalpha()}
 
 
-def inputs(shapes: Mapping[str, str], width: int, scale: float) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    known = sizes(shapes, width)
-    made = []
-    for shape in shapes.values():
-        size = [size_of(dim, known) for dim in dims(shape)]
-        tensor = torch.randn(size, generator=generator)
-        made.append(one_sided(tensor) * scale if len(size) > 1 else tensor)
-    return made
-
-
-def one_sided(rows: Tensor) -> Tensor:
-    """Of three rows one has no positive number and one no negative: an extreme that starts at 0 shows there."""
-    tokens = torch.arange(rows.shape[-2])[:, None] % 3
-    return torch.where(tokens == 0, -rows.abs(), torch.where(tokens == 1, rows.abs(), rows))
-
-
-def compiled(op: str, shapes: Mapping[str, str], width: int) -> Callable[[list[Tensor]], Any]:
-    """A graph of this one call, lowered as a decoder's is."""
-    args = inputs(shapes, width, 1.0)
+def lowered(
+    op: str, shapes: Mapping[str, str], args: tuple[Tensor, ...], known: Mapping[str, int]
+) -> Callable[..., Any]:
+    """For any count of tokens, as a decoder's graph."""
     mode, graph, root = fresh_mode(), Graph(), torch.nn.Module()
+    args = tuple(map(torch.clone, args))
+    count = declare([Symbol("s0", 13, 2, None)], mode)["s0"]
+    counts: dict[str, Any] = {**known, leading(shapes)[-1]: count}
     with mode:
         ids = graph.placeholder("input_ids")
-        ids.meta["val"] = torch.empty(1, TOKENS, dtype=torch.int64)
-        nodes, fakes, given = [], [], []
-        for (name, _), tensor in zip(shapes.items(), args, strict=True):
+        ids.meta["val"] = torch.empty(1, count, dtype=torch.int64)
+        nodes, fakes = [], []
+        for (name, shape), tensor in zip(shapes.items(), args, strict=True):
             if tensor.dim() < 2:
                 root.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
                 node = graph.get_attr(name)
             else:
                 node = graph.placeholder(name)
-                given.append(name)
-            node.meta["val"] = torch.empty(tensor.shape)
+            node.meta["val"] = torch.empty([size_of(dim, counts) for dim in dims(shape)])
             nodes.append(node)
             fakes.append(node.meta["val"])
         target = getattr(torch.ops.graft, op).default
         call = graph.call_function(target, tuple(nodes))
         call.meta["val"] = target(*fakes)
+        found = [call]
         if isinstance(call.meta["val"], (tuple, list)):
-            items = []
-            for index, value in enumerate(call.meta["val"]):
-                item = graph.call_function(getitem, (call, index))
+            found = [graph.call_function(getitem, (call, index)) for index in range(len(call.meta["val"]))]
+            for item, value in zip(found, call.meta["val"], strict=True):
                 item.meta["val"] = value
-                items.append(item)
-            graph.output(tuple(items))
-        else:
-            graph.output((call,))
-    lowered = lower_native(GraphModule(root, graph))
-    eager = next((note for note in lowered.notes if f"graft.{op}" in note), "")
+        count = len(found)
+        for node in nodes:  # what a step reads behind it: inputs as they were
+            if node.op == "placeholder":
+                found.append(graph.call_function(torch.ops.aten.add.Tensor, (node, node)))
+                found[-1].meta["val"] = node.meta["val"] + node.meta["val"]
+        graph.output(tuple(found))
+    made = lower_native(GraphModule(root, graph))
+    eager = next((note for note in made.notes if f"graft.{op}" in note), "")
     if eager:
         raise NotOneShape(eager)
-    ids_now = torch.zeros(1, TOKENS, dtype=torch.int64)
-    names = list(shapes)
-
-    def run(values: list[Tensor]) -> Any:
-        for name, value in zip(names, values, strict=True):
-            if name not in given and not torch.equal(getattr(root, name), value):
-                raise NotOneShape(f"{name} is a weight, which is packed once")
-        return lowered.call(ids_now, *(v for n, v in zip(names, values, strict=True) if n in given))
-
-    return run
+    for one in made.step.calls:
+        check_writes(one.program)
+    return partial(results_of, made.call, count)
 
 
-def results(value: Any) -> list[Tensor]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def results_of(step: Callable[..., Any], count: int, ids: Tensor, *given: Tensor) -> list[Tensor]:
+    made = list(step(ids, *given))
+    for index, (twice, value) in enumerate(zip(made[count:], given, strict=True)):
+        if not torch.equal(twice.nan_to_num(), (value + value).nan_to_num()):
+            raise KernelWrong(f"what is read behind it is changed: its input {index}, in the arena")
+    return made[:count]
 
 
-def shake(tensor: Tensor) -> Tensor:
-    """Slightly other inputs: what the comparison must be able to tell."""
-    return (tensor.roll(1) if tensor.dim() else tensor) * 1.01
-
-
-def distance(got: Tensor, wanted: Tensor) -> float:
-    """Largest difference, relative to the largest value of each row."""
-    if got.shape != wanted.shape:
-        return float("inf")
-    left, right = got.double(), wanted.double()
-    scale = right.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    return float(((left - right).abs() / scale).max())
+def check_writes(program: Program) -> None:
+    """A step that does not say what it writes is not waited for, which a single call does not show."""
+    written: set[str] = set()
+    for step in program.steps:
+        fields = {name: field for name, field in step.fields if isinstance(field, Value)}
+        written |= {field.buffer for name, field in fields.items() if name in step.kernel.writes}
+        given = {
+            field.value.buffer
+            for _, field in step.fields
+            if isinstance(field, Pointer) and isinstance(field.value, Value)
+        }
+        for name, field in fields.items():
+            if field.buffer not in written | given:
+                raise KernelWrong(f"the step of {step.node} does not say that it writes {name}")

@@ -7,15 +7,21 @@ What it finds is written after every part, so that a process that is killed leav
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graft.base.errors import GraftError, NothingNative
 from graft.base.files import write_whole
+
+if TYPE_CHECKING:
+    from graft.engine.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,25 @@ def main(order_file: str, result_file: str) -> None:
 
 
 def try_out(order: TrialOrder, findings: Findings) -> None:
+    check_alone(order, findings)
+    measure(order, findings, check_in_model(order, findings))
+
+
+def check_alone(order: TrialOrder, findings: Findings) -> None:
+    """What needs no model, what is cheap first."""
+    findings.begin("kernels")
+    importlib.import_module(f"{Path(order.packages[-1]).name}.{order.transform}")  # registers the op
+    check_kernels(order, findings)
     findings.begin("tests")
     run_tests(order, findings)
+
+
+def check_in_model(order: TrialOrder, findings: Findings) -> tuple[LLM, LLM]:
+    """The engines without the fusion and with it."""
     findings.begin("review list")
     review(order, findings)
-    findings.begin("kernels")
-    check_kernels(order, findings)
     findings.begin("engines")
-    compare_engines(order, findings)
+    return compare_engines(order, findings)
 
 
 def run_tests(order: TrialOrder, findings: Findings) -> None:
@@ -180,30 +197,39 @@ def review(order: TrialOrder, findings: Findings) -> None:
 
 
 def check_kernels(order: TrialOrder, findings: Findings) -> None:
-    from graft.workbench.autofuse.kernels import NotOneShape, native_kernel_problem
+    """Each by itself, beside float64."""
+    from graft.workbench.autofuse.kernels import native_kernel_problem
+    from graft.workbench.autofuse.triton_kernels import triton_kernel_problem
 
-    if not order.op:
-        findings.line("native kernel", "skip", "it calls a kernel that exists")
-        return
-    if order.on_gpu or not native_header(order):
-        findings.line("native kernel", "skip", "for a CPU" if order.on_gpu else "there is none")
+    existing = "" if order.op else "it calls a kernel that exists"
+    why = existing or missing(order, "triton.py") or ("" if find_spec("triton") else "triton is not installed")
+    one_kernel("triton kernel", why, findings, lambda: triton_kernel_problem(order.op, order.shapes, order.device))
+    why = existing or ("for a CPU" if order.on_gpu else missing(order, "native.h"))
+    one_kernel("native kernel", why, findings, lambda: native_kernel_problem(order.op, order.shapes))
+
+
+def one_kernel(name: str, skipped: str, findings: Findings, problem_of: Callable[[], tuple[str, int]]) -> None:
+    from graft.workbench.autofuse.cases import NotOneShape
+
+    if skipped:
+        findings.line(name, "skip", skipped)
         return
     try:
-        problem, runs = native_kernel_problem(order.op, order.shapes)
+        problem, calls = problem_of()
     except (NotOneShape, NothingNative) as why:
-        findings.line("native kernel", "skip", f"not run by itself: {why}")
+        findings.line(name, "skip", f"not run by itself: {why}")
         return
-    findings.line("native kernel", "fail" if problem else "pass", problem or f"{runs} results against float64")
+    findings.line(name, "fail" if problem else "pass", problem or f"{calls} calls against float64")
 
 
-def native_header(order: TrialOrder) -> bool:
-    return (Path(order.packages[-1]) / "ops" / order.op / "native.h").is_file()
+def missing(order: TrialOrder, file: str) -> str:
+    """'' where the op has that file."""
+    return "" if (Path(order.packages[-1]) / "ops" / order.op / file).is_file() else "there is none"
 
 
-def compare_engines(order: TrialOrder, findings: Findings) -> None:
-    """Both engines answer alike, then in turns by the clock."""
-    from graft.workbench.autofuse.engines import differences, make_engine
-    from graft.workbench.autofuse.timing import alternate
+def compare_engines(order: TrialOrder, findings: Findings) -> tuple[LLM, LLM]:
+    from graft.workbench.autofuse.answers import differences
+    from graft.workbench.autofuse.engines import make_engine
 
     before = make_engine(order, plugin_names(order), on=False)
     after = make_engine(order, plugin_names(order), on=True)
@@ -217,8 +243,15 @@ def compare_engines(order: TrialOrder, findings: Findings) -> None:
         findings.data["kernels"] = [str(after.report.kernels.get(f"graft::{order.op}", "not in the graph"))]
     problem, told = differences(before, after, order.prompt)
     findings.line("same answers", "fail" if problem else "pass", problem or told)
+    return before, after
+
+
+def measure(order: TrialOrder, findings: Findings, engines: tuple[LLM, LLM]) -> None:
+    """In turns, by the clock."""
+    from graft.workbench.autofuse.timing import alternate
+
     findings.begin("measurement")
-    times = alternate(before, after, order.prompt, order.new, order.repeats)
+    times = alternate(*engines, order.prompt, order.new, order.repeats)
     findings.data["times"] = [one.to_dict() for one in times]
 
 

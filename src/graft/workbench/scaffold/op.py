@@ -70,6 +70,9 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
     parts = {
         "imports": op_imports(op, module, has, has_native),
         "define": "define" if module.startswith("graft.") else "define_op",
+        "torch_import": "import torch\n"
+        if isinstance(kernel, RowProgram) and any(g.wide for g in kernel.inputs)
+        else "",
         "triton_parts": "" if isinstance(kernel, str) else f"\n\n{run_parts(kernel, common)}\n",
         "kernels": f"\n        kernels={tuple_text(table)}," if table else "",
     }
@@ -109,8 +112,18 @@ def run_parts(kernel: KernelSource | RowProgram, common: dict[str, str]) -> str:
         "row_tuple": tuple_text([f"call.{given.name}" for given in inputs]),
         "width_tuple": tuple_text(widths),
         "most": str(MOST_COLUMNS),
+        "mixed": mixed_text(kernel),
     }
     return fill("op_triton_rows", common | values).strip("\n")
+
+
+def mixed_text(program: RowProgram) -> str:
+    """The condition that inputs do not have the dtypes of the pattern: one for all but those declared float32."""
+    wide = [f"call.{given.name}" for given in program.inputs if given.wide]
+    rest = [f"call.{given.name}" for given in program.inputs if not given.wide]
+    parts = [f"any(t.dtype != {rest[0]}.dtype for t in {tuple_text(rest)})"] if rest else []
+    parts += [f"any(t.dtype != torch.float32 for t in {tuple_text(wide)})"] if wide else []
+    return " or ".join(parts)
 
 
 def op_imports(op: str, module: str, kernel: bool, native: bool) -> str:

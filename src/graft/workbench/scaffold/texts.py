@@ -167,6 +167,8 @@ def test_imports(new: New) -> str:
         "graft.passes.base": "Stage, TransformConfig",
         "graft.passes.registry": "TransformRegistry",
     }
+    if new.kernel:
+        graft["graft.testing.interpreter"] = "round_to_nearest"
     if not new.destination.checkout:
         del graft["graft.passes.base"], graft["graft.passes.registry"]
         graft["graft"] = "Stage, TransformConfig, TransformRegistry"

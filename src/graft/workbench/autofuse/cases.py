@@ -1,0 +1,192 @@
+"""What a kernel is tried with by itself: sizes, magnitudes, layouts, dtypes and numbers that a model may never show,
+and where an eps, a mask, a tail or a stride that is wrong does show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from graft.ir.patterns.arguments import size_of
+
+BATCHES = ((1, 13), (3, 5), (1, 1))  # sequences and tokens: one decode step, a prompt, several of them
+WIDTHS = (16, 77, 1536)  # of a row whose width is open: whole lanes, a tail, a real one
+SCALES = (1.0, 1e-3, 30.0)
+ODD = (math.nan, math.inf, -math.inf)
+HALVES = (torch.bfloat16, torch.float16)
+FAR = 2**30  # elements from one sequence to the next: three of them are beyond 32 bits
+
+
+class NotOneShape(Exception):
+    """Why a kernel is not run by itself."""
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """name: in words. odd: it has numbers that are not finite, where kernel and reference must agree which. far: its
+    memory is not to be copied."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    odd: bool = False
+    far: bool = False
+
+
+def dims(shape: str) -> list[str]:
+    return shape.partition(":")[0].split()
+
+
+def declared(shape: str) -> str:
+    return shape.partition(":")[2].strip()
+
+
+def open_width(shapes: Mapping[str, str]) -> bool:
+    return any(dims(shape)[-1].isalpha() for shape in shapes.values() if dims(shape))
+
+
+def leading(shapes: Mapping[str, str]) -> list[str]:
+    """The letters before the last dim of the widest tensor: sequences and tokens, most often."""
+    widest = max((dims(shape) for shape in shapes.values()), key=len)
+    return list(dict.fromkeys(dim for dim in widest[:-1] if dim.isalpha()))
+
+
+def sizes(shapes: Mapping[str, str], width: int, batch: tuple[int, int] = (1, 13)) -> dict[str, int]:
+    """Sequences, then tokens; the last dim is the width."""
+    outer = leading(shapes)
+    if len(outer) > 2:
+        raise NotOneShape(f"its rows are {' '.join(outer)}, not a batch of tokens")
+    named = dict(zip(outer[::-1], batch[::-1], strict=False))
+    others = {dim for shape in shapes.values() for dim in dims(shape) if dim.isalpha()} - set(named)
+    return named | dict.fromkeys(others, width)
+
+
+def inputs(
+    shapes: Mapping[str, str],
+    width: int,
+    scale: float,
+    batch: tuple[int, int] = (1, 13),
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, ...]:
+    """Weights are around 1 whatever the scale; a tensor whose dtype is declared has that one."""
+    return made_of(shapes, sizes(shapes, width, batch), scale, dtype)
+
+
+def made_of(
+    shapes: Mapping[str, str], known: Mapping[str, int], scale: float, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for shape in shapes.values():
+        size = [size_of(dim, known) for dim in dims(shape)]
+        tensor = torch.randn(size, generator=generator)
+        tensor = one_sided(tensor) * scale if len(size) > 1 else tensor
+        made.append(tensor.to(getattr(torch, declared(shape)) if declared(shape) else dtype))
+    return tuple(made)
+
+
+def one_sided(rows: Tensor) -> Tensor:
+    """Of three rows one has no positive number and one no negative: an extreme that starts at 0 shows there."""
+    tokens = torch.arange(rows.shape[-2])[:, None] % 3
+    return torch.where(tokens == 1, -rows.abs(), torch.where(tokens == 2, rows.abs(), rows))
+
+
+def plain_cases(
+    shapes: Mapping[str, str], batches: Sequence[tuple[int, int]], widths: Sequence[int] = WIDTHS
+) -> Iterator[KernelCase]:
+    """In float32: every count of rows, every width, every magnitude once, and numbers that are not finite."""
+    widths = widths if open_width(shapes) else (0,)
+    for width in widths:
+        for batch in batches if width in (0, WIDTHS[1]) else batches[:1]:
+            for scale in SCALES if batch == (1, 13) else SCALES[:1]:
+                name = f"{batch[0]} × {batch[1]} rows{f' of {width}' if width else ''}, inputs around {scale:g}"
+                yield KernelCase(name, inputs(shapes, width, scale, batch))
+    yield from odd_cases(shapes, widths[min(1, len(widths) - 1)])
+
+
+def odd_cases(shapes: Mapping[str, str], width: int) -> Iterator[KernelCase]:
+    """One number of a row that is not finite, in each input in turn; other rows must not see it."""
+    for index, name in enumerate(shapes):
+        tensors = list(inputs(shapes, width, 1.0))
+        vector = tensors[index].dim() < 2
+        for number, odd in enumerate(ODD[:1] if vector else ODD):
+            changed = tensors[index].clone()
+            rows = changed.view(-1, changed.shape[-1]) if changed.dim() else changed.view(1, 1)
+            # the last column, and one in the middle, of rows that are far from one another
+            for column in (rows.shape[-1] - 1, rows.shape[-1] // 3):
+                rows[(3 * number + column) % rows.shape[0], column] = odd
+            given = (*tensors[:index], changed, *tensors[index + 1 :])
+            yield KernelCase(f"{odd} in {name}", given, odd=True)
+
+
+def layout_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
+    """The same numbers laid out as models lay them out: tokens before sequences, every second column, expanded, and
+    far apart."""
+    width = WIDTHS[1] if open_width(shapes) else 0
+    plain = KernelCase("", inputs(shapes, width, 1.0, BATCHES[-1]))
+    for name, change in (("tokens before sequences", swapped), ("every second column", spread), ("equal", expanded)):
+        yield replace(plain, name=f"{name}, in all inputs", tensors=tuple(map(change, plain.tensors)))
+        for index, given in enumerate(shapes):
+            tensors = [*plain.tensors[:index], change(plain.tensors[index]), *plain.tensors[index + 1 :]]
+            yield replace(plain, name=f"{name}, in {given}", tensors=tuple(tensors))
+
+
+def swapped(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, -2).contiguous().transpose(0, -2) if tensor.dim() > 2 else tensor
+
+
+def spread(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, -tensor], -1).flatten(-2)[..., ::2] if tensor.dim() else tensor
+
+
+def expanded(tensor: Tensor) -> Tensor:
+    return tensor[:1].expand_as(tensor) if tensor.dim() > 1 else tensor
+
+
+def dtype_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
+    """16 bits, and every input in turn in another dtype than the rest."""
+    width = WIDTHS[-1] if open_width(shapes) else 0
+    for dtype in HALVES:
+        given = inputs(shapes, width, 1.0, (2, 3), dtype)
+        yield KernelCase(str(dtype)[6:], given)
+        yield KernelCase(f"{str(dtype)[6:]} around 300", inputs(shapes, width, 300.0, (2, 3), dtype), odd=True)
+    for index, name in enumerate(shapes):
+        for other, rest in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+            tensors = list(inputs(shapes, width, 1.0, (2, 3), rest))
+            tensors[index] = tensors[index].to(other)
+            yield KernelCase(f"{name} in {str(other)[6:]}, others in {str(rest)[6:]}", tuple(tensors))
+
+
+def broadcasts(shapes: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """In words, and shapes of which one input has one row, or one number a row, for several of the others."""
+    for name, shape in shapes.items():
+        given = dims(shape)
+        for at in range(len(given)):
+            if given[at] == "1":
+                continue
+            changed = " ".join("1" if at == index else dim for index, dim in enumerate(given))
+            kept = f" : {declared(shape)}" if declared(shape) else ""
+            yield f"{name} of {changed}", {**shapes, name: f"{changed}{kept}"}
+
+
+def broadcast_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
+    width = WIDTHS[1] if open_width(shapes) else 0
+    known = sizes(shapes, width, BATCHES[1])
+    for name, changed in broadcasts(shapes):
+        yield KernelCase(name, made_of(changed, known, 1.0, torch.float32))
+
+
+def far_case(shapes: Mapping[str, str], index: int) -> KernelCase | None:
+    """Sequences so far apart that an offset of 32 bits does not reach the last: memory that is asked for, and touched
+    only where it is read."""
+    tensors = list(inputs(shapes, WIDTHS[0] if open_width(shapes) else 0, 1.0, (4, 2), torch.bfloat16))
+    tensor = tensors[index]
+    if tensor.dim() < 3 or tensor.shape[0] < 4:
+        return None
+    reach = 3 * FAR + tensor[0].numel()
+    room = torch.empty(reach, dtype=tensor.dtype)
+    away = room.as_strided(tensor.shape, (FAR, *tensor.stride()[1:]))
+    tensors[index] = away.copy_(tensor)
+    return KernelCase(f"sequences {FAR:,} elements apart", tuple(tensors), far=True)

@@ -1,0 +1,204 @@
+"""Faults in what `graft autofuse` generates: a pattern, a file of its package, a right text, a wrong one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from graft.workbench.scaffold.destination import Destination
+from row_cases import ADD_NORM, GATED, PRODUCT, RANGED, ROTATED, SOFTCAPPED, WIDE, RowPattern
+
+NATIVE, TRITON, LOWERING, OP, REFERENCE = "native.h", "triton.py", "native.py", "op.py", "reference.py"
+TRANSFORM, ALL = "the transform", "every file of the op"
+# candidates of a Llama whose fusions are off, by their calls
+NORM, ROPE, GATE = "pow → mean → add → rsqrt → mul → mul", "mul → neg → cat → mul → add", "silu → mul"
+
+
+@dataclass(frozen=True)
+class GeneratedFault:
+    """subject: a pattern, or the calls of a candidate of a model, where the trial goes on in that model."""
+
+    subject: RowPattern | str
+    file: str
+    old: str
+    new: str
+
+    @property
+    def title(self) -> str:
+        name = self.subject.name if isinstance(self.subject, RowPattern) else self.subject
+        return f"{name}, {self.file}: {' '.join(self.old.split())} becomes {' '.join(self.new.split()) or 'nothing'}"
+
+    def plant(self, package: Destination, name: str) -> None:
+        """In the package of fuse_`name`, which was written."""
+        folder = package.op_folder(name)
+        file = package.transform(f"fuse_{name}") if self.file == TRANSFORM else folder / self.file
+        files = [path for path in folder.iterdir() if self.file == ALL and path.is_file()] or [file]
+        found = [path for path in files if self.old in path.read_text()]
+        assert found, files[0].read_text()
+        for path in found:
+            write(path, path.read_text(), self)
+
+
+def write(path: Path, text: str, fault: GeneratedFault) -> None:
+    path.write_text(text.replace(fault.old, fault.new, -1 if fault.file == ALL else 1))
+
+
+FAULTS = (
+    GeneratedFault(ADD_NORM, NATIVE, " / static_cast<float>(n_c)", ""),
+    GeneratedFault(ADD_NORM, NATIVE, "1e-06f", "1e-05f"),
+    GeneratedFault(ADD_NORM, NATIVE, "row_sum(0, n_c", "row_sum(0, n_c - 1"),
+    GeneratedFault(ADD_NORM, NATIVE, "t2 * t2", "t2 * t1"),
+    GeneratedFault(ADD_NORM, NATIVE, "r_out1[i] = ", "r_out1[i] = 1.001f * "),
+    GeneratedFault(ADD_NORM, NATIVE, "1.0f / std::sqrt", "std::sqrt"),
+    GeneratedFault(ROTATED, NATIVE, "r_x[i+4]", "r_x[i+3]"),
+    GeneratedFault(ROTATED, NATIVE, "(-t", "(t"),
+    GeneratedFault(ROTATED, NATIVE, "int64_t i = 4", "int64_t i = 5"),
+    GeneratedFault(ROTATED, NATIVE, "a.x.heads == 1 ? 0 : head", "0"),
+    GeneratedFault(GATED, NATIVE, "r_x[i+20]", "r_x[i]"),
+    GeneratedFault(GATED, NATIVE, "relu(", "std::fabs("),
+    GeneratedFault(RANGED, NATIVE, "row_max", "row_min"),
+    GeneratedFault(RANGED, NATIVE, "a.weight[i]", "a.weight[0]"),
+    GeneratedFault(ADD_NORM, TRITON, "s0 / n_c", "s0 / (n_c + 1)"),
+    GeneratedFault(ADD_NORM, TRITON, "mask = i < n_c", "mask = i < n_c - 1"),
+    GeneratedFault(ADD_NORM, TRITON, "tl.rsqrt", "tl.sqrt"),
+    GeneratedFault(ADD_NORM, TRITON, "i1 * x_s1", "i1 * x_s2"),
+    GeneratedFault(ROTATED, TRITON, "r_x + i+4", "r_x + i+3"),
+    GeneratedFault(ROTATED, TRITON, "= -t", "= t"),
+    GeneratedFault(ROTATED, TRITON, "i1 * y_s1", "row * y_s1 + i1"),
+    GeneratedFault(GATED, TRITON, "r_x + i+20", "r_x + i"),
+    GeneratedFault(RANGED, TRITON, "row_max(tl.where", "row_min(tl.where"),
+    GeneratedFault(RANGED, TRITON, 'float("-inf")', "0.0"),
+    # what is read: another input, another row, a neighbour, too little
+    GeneratedFault(ADD_NORM, NATIVE, "r_y[i]", "r_x[i]"),
+    GeneratedFault(ADD_NORM, NATIVE, "a.weight[i]", "a.weight[i / 2]"),
+    GeneratedFault(ROTATED, NATIVE, "r_y[i]", "1.0f"),
+    GeneratedFault(ROTATED, NATIVE, "r_z[i]", "r_y[i]"),
+    GeneratedFault(GATED, NATIVE, "i < 20", "i < 19"),
+    GeneratedFault(RANGED, NATIVE, "row_min(0, n_c", "row_min(1, n_c"),
+    GeneratedFault(SOFTCAPPED, NATIVE, "(t0 - s0)", "(t0 + s0)"),
+    GeneratedFault(SOFTCAPPED, NATIVE, "row_sum(0, n_c", "row_sum(1, n_c"),
+    GeneratedFault(ADD_NORM, TRITON, "r_y + i", "r_x + i"),
+    GeneratedFault(ADD_NORM, TRITON, "weight_ptr + i", "weight_ptr + i // 2"),
+    GeneratedFault(ROTATED, TRITON, "r_z + i", "r_y + i"),
+    GeneratedFault(GATED, TRITON, "mask = i < 20", "mask = i < 16"),
+    GeneratedFault(SOFTCAPPED, TRITON, "i1 * y_s1", "i1 * y_s2"),
+    # what is computed: another function, sign, number or order
+    GeneratedFault(ADD_NORM, NATIVE, "row_sum", "row_max"),
+    GeneratedFault(GATED, NATIVE, "(t1 * t1)", "(t1 + t1)"),
+    GeneratedFault(RANGED, NATIVE, "0.5f", "0.25f"),
+    GeneratedFault(RANGED, NATIVE, " / ", " * "),
+    GeneratedFault(SOFTCAPPED, NATIVE, "4.0f", "4.5f"),
+    GeneratedFault(SOFTCAPPED, NATIVE, "0.125f", "0.12f"),
+    GeneratedFault(SOFTCAPPED, NATIVE, "std::tanh", "std::sin"),
+    GeneratedFault(ADD_NORM, TRITON, "1e-06", "1e-05"),
+    GeneratedFault(GATED, TRITON, "* t", "+ t"),
+    GeneratedFault(RANGED, TRITON, "0.5", "0.25"),
+    GeneratedFault(SOFTCAPPED, TRITON, "4.0", "4.5"),
+    GeneratedFault(SOFTCAPPED, TRITON, "tl.sum(tl.where", "row_max(tl.where"),
+    # what is written
+    GeneratedFault(ADD_NORM, NATIVE, "r_out0[i] = ", "r_out0[i] = 0.999f * "),
+    GeneratedFault(ADD_NORM, TRITON, "tl.store(r_out1 + i, ", "tl.store(r_out1 + i, 1.001 * "),
+    GeneratedFault(ROTATED, TRITON, "tl.store(r_out + i, ", "tl.store(r_out + i, 0.999 * "),
+    GeneratedFault(SOFTCAPPED, TRITON, "out_ptr + row * n_c", "out_ptr + (row // 2) * n_c"),
+    # ── by element ──────────────────────────────────────────────────────────────────────────────────────────────
+    GeneratedFault(PRODUCT, TRITON, "mask = at < count", "mask = at < count - 1"),
+    GeneratedFault(PRODUCT, TRITON, "mask = at < count", "mask = at < count + 1"),
+    GeneratedFault(PRODUCT, TRITON, "mask = at < count", "mask = at < count // BLOCK * BLOCK + (count % BLOCK) // 2"),
+    GeneratedFault(PRODUCT, TRITON, "* BLOCK + tl", "* (BLOCK - 1) + tl"),
+    GeneratedFault(PRODUCT, TRITON, "triton.cdiv(out.numel(), BLOCK)", "max(1, out.numel() // BLOCK)"),
+    GeneratedFault(PRODUCT, TRITON, "if out.numel():", "if out.numel() > 80:"),
+    GeneratedFault(PRODUCT, TRITON, "if out.numel():", "if out.shape[0] == 1:"),
+    GeneratedFault(PRODUCT, TRITON, "x.contiguous()", "x"),
+    GeneratedFault(PRODUCT, TRITON, "y.contiguous()", "y"),
+    GeneratedFault(PRODUCT, TRITON, "dtype=x.dtype", "dtype=torch.float32"),
+    GeneratedFault(PRODUCT, TRITON, "dtype=x.dtype", "dtype=torch.bfloat16"),
+    GeneratedFault(PRODUCT, TRITON, "torch.empty(x.shape", "torch.empty(x.shape[1:]"),
+    GeneratedFault(PRODUCT, TRITON, "= silu(", "= tl.abs("),
+    GeneratedFault(PRODUCT, TRITON, "tl.store(out + at", "tl.store(x_ptr + at"),
+    GeneratedFault(
+        PRODUCT, TRITON, "    tl.store(out", "    tl.store(x_ptr + at, x * 0.0, mask=mask)\n    tl.store(out"
+    ),
+    GeneratedFault(PRODUCT, TRITON, "y_ptr + at", "x_ptr + at"),
+    GeneratedFault(PRODUCT, TRITON, "y_ptr + at", "y_ptr + at + 1"),
+    GeneratedFault(PRODUCT, NATIVE, "i < a.out.size", "i < a.out.size / 16 * 16"),
+    GeneratedFault(PRODUCT, NATIVE, "i < a.out.size", "i <= a.out.size"),
+    GeneratedFault(PRODUCT, NATIVE, "a.y.at(row, head)", "a.y.at(0, head)"),
+    GeneratedFault(PRODUCT, NATIVE, "share(next, a.rows,", "share(next, a.rows - 1,"),
+    GeneratedFault(PRODUCT, NATIVE, "share(next, a.rows,", "share(next, a.rows + 1,"),
+    GeneratedFault(PRODUCT, NATIVE, "out[i] = ", "const_cast<float*>(r_x)[i] = out[i] = "),
+    GeneratedFault(PRODUCT, NATIVE, "  share(next", "  if (a.rows == 1) return;\n  share(next"),
+    GeneratedFault(PRODUCT, LOWERING, 'y = plan.value(given["y"])', 'y = plan.value(given["x"])'),
+    GeneratedFault(PRODUCT, LOWERING, "x=x, y=y", "x=y, y=x"),
+    # ── by row: sizes, layouts, numbers that are not finite, dtypes ─────────────────────────────────────────────
+    GeneratedFault(ADD_NORM, TRITON, ".to(tl.int64)", ""),
+    GeneratedFault(ADD_NORM, TRITON, "[t if t.stride(-1) == 1 else t.contiguous() for t", "[t for t"),
+    GeneratedFault(ADD_NORM, TRITON, "*t.stride()[:-1]", "*t.contiguous().stride()[:-1]"),
+    GeneratedFault(ADD_NORM, TRITON, "weight.contiguous()", "weight"),
+    GeneratedFault(ADD_NORM, TRITON, "n1, n2, *strides", "n2, n1, *strides"),
+    GeneratedFault(ROTATED, TRITON, "i0 * x_s0 + ", ""),
+    GeneratedFault(ADD_NORM, TRITON, "r_out0 = out0_ptr + row * n_c", "r_out0 = out0_ptr + row % n2 * n_c"),
+    GeneratedFault(ADD_NORM, TRITON, "max((n_c,))", "n_c // 2"),
+    GeneratedFault(ADD_NORM, TRITON, "(n0 * n1 * n2,)](", "(n1 * n2,)]("),
+    GeneratedFault(
+        ADD_NORM, TRITON, "mask = i < n_c\n    t0 = tl.load(weight", "mask = i < n_c + 1\n    t0 = tl.load(weight"
+    ),
+    GeneratedFault(ADD_NORM, TRITON, "t3 = t2 * t2", "t3 = (t2 * t2).to(x_ptr.dtype.element_ty).to(tl.float32)"),
+    GeneratedFault(ADD_NORM, TRITON, "s0 = s0 / n_c", "s0 = (s0.to(x_ptr.dtype.element_ty) / n_c).to(tl.float32)"),
+    GeneratedFault(ADD_NORM, TRITON, "dtype=x.dtype)\n    out1", "dtype=torch.float32)\n    out1"),
+    GeneratedFault(ADD_NORM, TRITON, "return out0, out1", "return out1, out0"),
+    GeneratedFault(ADD_NORM, TRITON, "return out0, out1", "return out0, x"),
+    GeneratedFault(ADD_NORM, TRITON, "tl.store(r_out1 + i", "tl.store(r_x + i"),
+    GeneratedFault(ADD_NORM, NATIVE, "share(next, a.rows,", "share(next, a.rows / 2 * 2,"),
+    GeneratedFault(ADD_NORM, NATIVE, "i < n_c; ++i", "i < n_c; i += 2"),
+    GeneratedFault(ADD_NORM, NATIVE, "r_out1[i] = t3;", "r_out1[i] = t3; if (i == 0) r_out1[n_c] = t3;"),
+    GeneratedFault(ADD_NORM, LOWERING, '("out0", "out1",)', '("out0",)'),
+    GeneratedFault(ADD_NORM, LOWERING, "(out0, out1))", "(out1, out0))"),
+    GeneratedFault(SOFTCAPPED, TRITON, "row_max(tl.where", "tl.max(tl.where"),
+    GeneratedFault(
+        SOFTCAPPED,
+        TRITON,
+        "t0 = tl.load(r_x + i, mask=mask, other=0.0)",
+        "t0 = tl.load(r_x + i + 1, mask=mask, other=0.0)",
+    ),
+    GeneratedFault(GATED, NATIVE, "relu(", "std::fmax(0.0f, "),
+    GeneratedFault(RANGED, NATIVE, "row_max(0, n_c", "row_max(0, n_c / 16 * 16"),
+    GeneratedFault(RANGED, TRITON, 'float("-inf")', "-1000.0"),
+    GeneratedFault(ROTATED, NATIVE, "head < a.out.heads", "head < 1"),
+    GeneratedFault(ROTATED, NATIVE, "a.y.heads == 1 ? 0 : head", "head"),
+    GeneratedFault(ROTATED, TRITON, "t.expand(*lead, t.shape[-1])", "t.expand(lead[0], 1, *lead[2:], t.shape[-1])"),
+    # ── the table, the shape rule, the schema ───────────────────────────────────────────────────────────────────
+    GeneratedFault(ADD_NORM, OP, "any(t.dtype != call.x.dtype for t in (call.x, call.y, call.weight))", "False"),
+    GeneratedFault(ADD_NORM, OP, "if any(t.shape[-1] != width", "if False and any(t.shape[-1] != width"),
+    GeneratedFault(PRODUCT, OP, "t.shape != call.x.shape or ", ""),
+    GeneratedFault(PRODUCT, OP, " or t.dtype != call.x.dtype", ""),
+    GeneratedFault(PRODUCT, OP, "_triton(x, y)", "_triton(y, x)"),
+    GeneratedFault(WIDE, OP, " or any(t.dtype != torch.float32 for t in (call.x,))", ""),
+    GeneratedFault(WIDE, TRITON, "dtype=y.dtype", "dtype=x.dtype"),
+    GeneratedFault(ADD_NORM, OP, "t.new_empty(t.shape)", "t.new_empty(t.shape[1:])"),
+    GeneratedFault(ADD_NORM, OP, "for t in result)", "for t in result[:1])"),
+    GeneratedFault(PRODUCT, OP, "result.new_empty(result.shape)", "result.new_empty(result.shape, dtype=float)"),
+    GeneratedFault(PRODUCT, OP, "result.new_empty(result.shape)", "result.new_empty(result.shape[::-1])"),
+    GeneratedFault(PRODUCT, OP, '-> Tensor"', '-> Tensor(a)"'),
+    GeneratedFault(PRODUCT, OP, "(Tensor x, ", "(Tensor(a!) x, "),
+    # ── the reference and the transform ─────────────────────────────────────────────────────────────────────────
+    GeneratedFault(ADD_NORM, REFERENCE, "1e-06", "1e-05"),
+    GeneratedFault(ADD_NORM, REFERENCE, "total = x + y", "total = x.add_(y)"),
+    GeneratedFault(ADD_NORM, REFERENCE, "(total * scale)", "(total.float() * scale)"),
+    GeneratedFault(ADD_NORM, ALL, "1e-06", "1e-05"),
+    GeneratedFault(SOFTCAPPED, ALL, "0.125", "0.1251"),
+    GeneratedFault(PRODUCT, REFERENCE, "(x: Tensor, y: Tensor)", "(y: Tensor, x: Tensor)"),
+    GeneratedFault(PRODUCT, REFERENCE, "silu(x) * y", "silu(x).mul_(y) if x.shape[1] > 1 else x"),
+    GeneratedFault(PRODUCT, TRANSFORM, "row_product(x, y)", "row_product(y, x)"),
+    GeneratedFault(ADD_NORM, TRANSFORM, "row_add_norm(x, y, weight)", "row_add_norm(x, x, weight)"),
+    # ── in a model ──────────────────────────────────────────────────────────────────────────────────────────────
+    GeneratedFault(NORM, NATIVE, "1e-06f", "1e-05f"),
+    GeneratedFault(NORM, ALL, "1e-06", "2e-06"),
+    GeneratedFault(NORM, TRANSFORM, "1e-06", "1e-05"),
+    GeneratedFault(NORM, TRANSFORM, "mean(-1, keepdim=True)", "mean(-2, keepdim=True)"),
+    GeneratedFault(NORM, TRANSFORM, "norm_chain(x, weight)", "norm_chain(x, weight * 1.001)"),
+    GeneratedFault(ROPE, NATIVE, "  share(next", "  if (a.rows == 1) return;\n  share(next"),
+    GeneratedFault(ROPE, LOWERING, 'z = plan.value(given["z"])', 'z = plan.value(given["y"])'),
+    GeneratedFault(ROPE, TRANSFORM, "neighbour(x, y, z)", "neighbour(x, z, y)"),
+    GeneratedFault(GATE, NATIVE, "for (int64_t head = 0;", "if (row == 1) return;\n    for (int64_t head = 0;"),
+    GeneratedFault(GATE, OP, "_triton(x, y)", "_triton(x, x)"),
+)
