@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.workbench.scaffold.destination import Destination
-from row_cases import ADD_NORM, GATED, PRODUCT, RANGED, ROTATED, SOFTCAPPED, WIDE, RowPattern
+from row_cases import ADD_NORM, GATED, PEAK, PRODUCT, RANGED, ROTATED, SOFTCAPPED, WIDE, RowPattern
 
 NATIVE, TRITON, LOWERING, OP, REFERENCE = "native.h", "triton.py", "native.py", "op.py", "reference.py"
 TRANSFORM, ALL = "the transform", "every file of the op"
@@ -138,7 +138,7 @@ FAULTS = (
     GeneratedFault(ROTATED, TRITON, "i0 * x_s0 + ", ""),
     GeneratedFault(ADD_NORM, TRITON, "r_out0 = out0_ptr + row * n_c", "r_out0 = out0_ptr + row % n2 * n_c"),
     GeneratedFault(ADD_NORM, TRITON, "max((n_c,))", "n_c // 2"),
-    GeneratedFault(ADD_NORM, TRITON, "(n0 * n1 * n2,)](", "(n1 * n2,)]("),
+    GeneratedFault(ROTATED, TRITON, "(n0 * n1 * n2,)](", "(n1 * n2,)]("),
     GeneratedFault(
         ADD_NORM, TRITON, "mask = i < n_c\n    t0 = tl.load(weight", "mask = i < n_c + 1\n    t0 = tl.load(weight"
     ),
@@ -153,7 +153,7 @@ FAULTS = (
     GeneratedFault(ADD_NORM, NATIVE, "r_out1[i] = t3;", "r_out1[i] = t3; if (i == 0) r_out1[n_c] = t3;"),
     GeneratedFault(ADD_NORM, LOWERING, '("out0", "out1",)', '("out0",)'),
     GeneratedFault(ADD_NORM, LOWERING, "(out0, out1))", "(out1, out0))"),
-    GeneratedFault(SOFTCAPPED, TRITON, "row_max(tl.where", "tl.max(tl.where"),
+    GeneratedFault(PEAK, TRITON, "row_max(tl.where", "tl.max(tl.where"),
     GeneratedFault(
         SOFTCAPPED,
         TRITON,

@@ -69,6 +69,13 @@ PRODUCT = RowPattern(
     return torch.nn.functional.silu(x) * y""",
     {"x": "a b c", "y": "a b c"},
 )
+# where a NaN reaches the rest of its row by the extreme alone
+PEAK = RowPattern(
+    "row_peak",
+    """def row_peak_by_hand(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(y) * x.amax(-1, keepdim=True)""",
+    {"x": "a b c", "y": "a b c"},
+)
 # a table in float32 beside what the model computes in 16 bits
 WIDE = RowPattern(
     "row_wide",

@@ -18,6 +18,7 @@ from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.workbench.discover import Machine, discover, discover_model, discover_run
+from graft.workbench.discover.find import order_of
 from graft.workbench.discover.sources import is_run, read_tokens
 from graft.workbench.discover.subgraph import made_up_inputs, run_in_float64
 from graft.workbench.dump import dump_model
@@ -150,6 +151,40 @@ def test_a_novel_block_is_found_counted_and_needs_a_kernel(block, called, kind):
     assert (candidate.count, candidate.kind, candidate.sites) == (LAYERS, kind, (f"layers.* × {LAYERS}",))
     assert (candidate.lookup, candidate.recommendation) == ("not_found", "needs_triton_fallback")
     assert any("dynamic shapes" in risk for risk in candidate.risks)
+
+
+class SixInputs(nn.Module):
+    """More inputs than are tried in every order."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.rand(width) for _ in range(5))
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x):
+        a, b, c, d, e = self.parts
+        return self.mix(torch.tanh(x * a + b) * torch.sin(x * c + d) * e)
+
+
+def test_what_could_not_be_compared_is_deferred_and_names_the_next_test():
+    (candidate,) = discover(transformed(Stack(SixInputs))).candidates
+    assert (candidate.lookup, candidate.recommendation) == ("not_found", "defer")
+    assert "it has 6 inputs, more than 5" in candidate.reason and "graft search FILE.py" in candidate.next_step
+    assert candidate.next_step in candidate.reason and candidate.to_dict()["next_step"] == candidate.next_step
+
+
+def test_complexity_and_numeric_risk_order_what_saves_alike():
+    (plain,) = discover(transformed(Stack(SquaredReluMLP))).worthwhile
+    (norm,) = discover(transformed(Stack(LogitScaledNorm))).worthwhile
+    assert (plain.complexity, plain.numeric_risk) == (2 + 1 + 1, "low")
+    assert norm.complexity > plain.complexity
+    alike = [
+        replace(plain, id=name, complexity=complexity, numeric_risk=risk)
+        for name, complexity, risk in (("a", 9, "high"), ("b", 9, "low"), ("c", 4, "low"))
+    ]
+    assert [one.id for one in sorted(alike, key=order_of)] == ["c", "b", "a"]
+    half = replace(plain, id="d", estimates=tuple(replace(e, saving_us=e.saving_us / 2) for e in plain.estimates))
+    assert [one.id for one in sorted([half, alike[0]], key=order_of)] == ["a", "d"]
 
 
 def test_a_block_that_exists_under_another_spelling_is_not_novel():

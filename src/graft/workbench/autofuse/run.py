@@ -78,7 +78,8 @@ def time_left(request: AutofuseRequest, started: float) -> float:
 
 
 def skipped(request: AutofuseRequest, candidate: Candidate, tried: int, left: float) -> tuple[Status, str] | None:
-    if candidate.recommendation == "defer":
+    unsure = request.own and candidate.next_step  # a kernel may exist, and one of its own was asked for
+    if candidate.recommendation == "defer" and not unsure:
         return "deferred", candidate.reason
     if request.steps is not None and tried >= request.steps:
         return "not tried", f"--steps {request.steps} were taken; run it again to go on"

@@ -12,6 +12,7 @@ from graft.base.errors import PatternError, UnknownCandidate
 from graft.ir.nodes import placeholders, tensor_val
 from graft.ir.patterns.match import Finder
 from graft.workbench.discover.lookup import Existing
+from graft.workbench.discover.rating import NumericRisk
 from graft.workbench.discover.regions import CandidateRegion, Kind
 from graft.workbench.discover.savings import Estimate, Machine
 from graft.workbench.discover.source import function_source, op_name
@@ -38,6 +39,9 @@ class Candidate:
     existing: tuple[Existing, ...]
     recommendation: Recommendation
     reason: str
+    complexity: int = 0  # rating.py
+    numeric_risk: NumericRisk = "low"
+    next_step: str = ""  # where it is not known what exists: the dump or the test that would tell
     strengths: tuple[str, ...] = ()
     weaknesses: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
@@ -111,7 +115,7 @@ class Candidate:
 
 PLAIN = (
     *("id", "kind", "title", "count", "sites", "nodes", "lookup", "recommendation"),
-    *("reason", "strengths", "weaknesses", "risks"),
+    *("reason", "complexity", "numeric_risk", "next_step", "strengths", "weaknesses", "risks"),
 )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -27,6 +29,7 @@ from graft.workbench.discover.installed import installed_kernels
 from graft.workbench.discover.judge import CandidateEvidence, judge
 from graft.workbench.discover.known import Known, look_by_value
 from graft.workbench.discover.lookup import Existing, graft_op, has_devices, look_in_graft, transform_file
+from graft.workbench.discover.rating import RISKS, complexity, numeric_risk
 from graft.workbench.discover.regions import CandidateRegion, find_pieces
 from graft.workbench.discover.savings import Estimate, Machine, StepEstimate, cost, fused_bytes, size_notes, step_of
 from graft.workbench.discover.source import op_name
@@ -70,11 +73,25 @@ def discover(
         if progress:
             progress("looking for kernels", index, len(groups))
         found.append(candidate_of(key, pieces, gm, Setting(elsewhere, off), steps, machine))
-    found.sort(key=lambda c: (c.recommendation == "defer", *(-e.saving_us for e in c.estimates)))
+    found.sort(key=order_of)
     seconds = time.perf_counter() - started
     notes = size_notes(gm.graph, steps)
     taken = tuple(step.microseconds for step in steps)
     return Discovery(model, tuple(found), tokens, notes, machine, taken, seconds)
+
+
+ALIKE = 1.1  # savings within a tenth of one another are alike: estimates are no better
+
+
+def order_of(candidate: Candidate) -> tuple[Any, ...]:
+    """By saving at the first count of tokens; among those that save alike first what is less of a risk, then what is
+    less to write."""
+    first = candidate.saving_us
+    step = math.floor(math.log(first, ALIKE)) if first > 0 else -math.inf
+    return (
+        candidate.recommendation == "defer", -step, RISKS.index(candidate.numeric_risk), candidate.complexity,
+        *(-estimate.saving_us for estimate in candidate.estimates),
+    )  # fmt: skip
 
 
 def candidate_of(
@@ -100,6 +117,8 @@ def candidate_of(
         existing=evidence.existing,
         recommendation="defer",
         reason="",
+        complexity=complexity(piece),
+        numeric_risk=numeric_risk(piece),
         pieces=tuple(pieces),
     )
     return replace(candidate, **judge(candidate, evidence))

@@ -13,6 +13,7 @@ from graft.ir.io.text import abstract_text
 from graft.ir.nodes import is_op, static_int, tensor_val, val
 from graft.passes.elementwise import is_pointwise, steps_of
 from graft.workbench.discover.calls import is_free, is_matmul, readers, through_views
+from graft.workbench.discover.known import COMPARED, Uncompared
 from graft.workbench.discover.lookup import Existing, transform_sites
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class CandidateEvidence:
     covered: int = 0
     misses: tuple[str, ...] = ()
     on_gpu: tuple[str, ...] = ()
-    unseen: str = ""  # why ATen and Inductor could not be compared
+    unseen: Uncompared = COMPARED  # with ATen, Inductor and installed ops
 
 
 def judge(candidate: Candidate, evidence: CandidateEvidence) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def judge(candidate: Candidate, evidence: CandidateEvidence) -> dict[str, Any]:
     return {
         "recommendation": recommendation,
         "reason": reason,
+        "next_step": evidence.unseen.next_step if not evidence.existing else "",
         "strengths": tuple(strengths(candidate, evidence)),
         "weaknesses": tuple(weaknesses(candidate, evidence)),
         "risks": tuple(risks(candidate)),
@@ -58,6 +60,11 @@ def verdict(candidate: Candidate, evidence: CandidateEvidence) -> tuple[str, str
         return "defer", "it is computed from the positions once a step, whatever the depth"
     if best < WORTH:
         return "defer", f"it is {best:.2%} of the step, less than the {WORTH:.0%} that a measurement can show"
+    if evidence.unseen.reason and not evidence.existing:
+        return (
+            "defer",
+            f"whether a kernel exists is not known: {evidence.unseen.reason}; next: {evidence.unseen.next_step}",
+        )
     if evidence.existing:
         first = evidence.existing[0]
         by = f" ({', '.join(first.transforms)})" if first.transforms else ""
@@ -98,8 +105,8 @@ def weaknesses(candidate: Candidate, evidence: CandidateEvidence) -> list[str]:
         names = ", ".join(dict.fromkeys(e.symbol for e in evidence.partly))
         found.append(f"{names} takes {evidence.covered} of its {calls_now} calls; one new kernel would take them all")
     found += [f"{existing.symbol}: {existing.note}" for existing in evidence.existing if existing.note]
-    if evidence.unseen and not evidence.existing:
-        found.append(f"ATen and Inductor were not compared by value: {evidence.unseen}")
+    if evidence.unseen.reason and not evidence.existing:
+        found.append(f"not compared by value with ATen, Inductor and installed ops: {evidence.unseen.reason}")
     found += [f"refused so far: {miss}" for miss in evidence.misses[:3]]
     return found
 

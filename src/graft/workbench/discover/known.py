@@ -36,25 +36,39 @@ class Known:
     heads: bool = False
 
 
-def look_by_value(gm: GraphModule, known: Sequence[Known]) -> tuple[list[Existing], str]:
+@dataclass(frozen=True)
+class Uncompared:
+    """Why nothing could be compared, and the dump or the test that would tell; both '' where it could."""
+
+    reason: str = ""
+    next_step: str = ""
+
+
+COMPARED = Uncompared()
+SIZED = "its `reference` (--json) in a file, sizes as numbers, and graft search FILE.py:function"
+WIDE = f"its `reference` (--json) in parts of {MOST_TENSORS} inputs in a file, and graft search FILE.py:function"
+LARGE = "graft discover on a dump of a smaller model of its family (graft models names a tiny one; graft dump)"
+
+
+def look_by_value(gm: GraphModule, known: Sequence[Known]) -> tuple[list[Existing], Uncompared]:
     """Those of `known` that give what the piece gives, in float64, for some order of its inputs; and why nothing
     could be compared, if so."""
     given = placeholders(gm.graph)
     if any(tensor_val(node) is None for node in given):
-        return [], "it takes sizes as inputs"
+        return [], Uncompared("it takes sizes as inputs", SIZED)
     if len(given) > MOST_TENSORS:
-        return [], f"it has {len(given)} inputs, more than {MOST_TENSORS}"
+        return [], Uncompared(f"it has {len(given)} inputs, more than {MOST_TENSORS}", WIDE)
     if isinstance(output_node(gm.graph).args[0], (list, tuple)):
-        return [], ""  # kernels that are known here give one result
+        return [], COMPARED  # kernels that are known here give one result
     fitting = [k for k in known if k.tensors == len(given)]
     values = made_up_inputs(gm) if fitting else []
     if values is None:
-        return [], f"an input has more than {LARGEST:,} elements"
+        return [], Uncompared(f"an input has more than {LARGEST:,} elements", LARGE)
     (wanted,) = run_in_float64(gm, values) if fitting else (None,)
     numbers = literals_of(gm)[:MOST_NUMBERS]
     found = [k for k in fitting if wanted is not None and gives(k, values, numbers, wanted)]
     by_name = {(k.symbol, k.file): k for k in found}
-    return [Existing(k.where, k.symbol, k.file, note=k.note) for k in by_name.values()], ""
+    return [Existing(k.where, k.symbol, k.file, note=k.note) for k in by_name.values()], COMPARED
 
 
 def gives(known: Known, values: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:

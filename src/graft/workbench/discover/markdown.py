@@ -34,6 +34,7 @@ def details(candidate: Candidate) -> Iterator[tuple[str, list[str]]]:
         yield "measured", [measured_text(one) for one in candidate.measured]
     yield "lookup", [existing_text(e) for e in candidate.existing] or ["not_found"]
     yield "why", [candidate.reason]
+    yield "rating", [f"complexity {candidate.complexity}, numeric risk {candidate.numeric_risk}"]
     for name in ("strengths", "weaknesses", "risks"):
         lines = list(getattr(candidate, name))
         if lines:
@@ -76,10 +77,21 @@ def markdown_of(found: Discovery, top: int) -> str:
     if found.nothing_left():
         lines += [f"**{found.nothing_left()}.**", ""]
     chosen = (found.worthwhile or found.candidates)[:top]
-    lines += ["| id | kind | calls | × | saving | lookup | recommendation |", "|---|---|---|---|---|---|---|"]
+    lines += ["| id | kind | calls | × | saving | complexity | numeric risk | lookup | recommendation |"]
+    lines += [f"|{'---|' * (lines[-1].count('|') - 1)}"]
     for c in chosen:
         known = c.existing[0].symbol if c.existing else "not_found"
-        row = (f"`{c.id}`", c.kind, c.title, str(c.count), f"{c.saving_us:.1f} µs", known, f"`{c.recommendation}`")
+        rating = (str(c.complexity), c.numeric_risk)
+        row = (
+            f"`{c.id}`",
+            c.kind,
+            c.title,
+            str(c.count),
+            f"{c.saving_us:.1f} µs",
+            *rating,
+            known,
+            f"`{c.recommendation}`",
+        )
         lines.append("| " + " | ".join(row) + " |")
     for c in chosen:
         lines += ["", f"## {heading(c)}", ""]

@@ -19,7 +19,7 @@ def kernels_for(pattern: SearchPattern) -> tuple[tuple[Existing, ...], str]:
     gm = graph_of(pattern)
     own = look_in_graft(gm)
     others, unseen = look_by_value(gm, every_kernel())
-    return (*(own.found if own.whole else ()), *others), unseen
+    return (*(own.found if own.whole else ()), *others), unseen.reason
 
 
 def graph_of(pattern: SearchPattern) -> GraphModule:
