@@ -18,7 +18,8 @@ from graft.api.module_check import ModuleCheck
 from graft.api.options import settings_of
 from graft.api.program import capture_program
 from graft.api.restart import restart_notes, restart_of, unasked_notes
-from graft.api.variant import VariantSettings, build_variant
+from graft.api.surroundings import ModeParts, refuse_autocast
+from graft.api.variant import VariantSettings, build_variant, devices_of
 from graft.backends.select import keep_sizes
 from graft.base.errors import UsageError
 from graft.capture.containers import take_call_apart
@@ -57,6 +58,8 @@ def compile_module(
     settings: VariantSettings,
 ) -> CompiledModule:
     args, kwargs, containers = take_call_apart(args, in_order(module, kwargs))
+    refuse_autocast(devices_of(module, flat(args, kwargs)))
+    parts = ModeParts(module)
     if settings.grad == "refuse" and torch.is_grad_enabled():
         refuse_inputs(flat(args, kwargs), input_names(module, args, kwargs))
     caches = find_caches((args, kwargs))
@@ -69,7 +72,9 @@ def compile_module(
         )
     variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
     form = CallForm.of(module, *packed, containers)
+    variant = replace(variant, modes=parts.now())
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
+    compiled._parts, compiled.training = parts, module.training
     # a cuda_graph looks up its state itself, and is captured again for another
     compiled._sources = ModuleCheck(module, "code" if variant.backend == "cuda_graph" else "all")
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from graft.api.call_form import CallForm, calls_of
 from graft.api.func_transforms import refuse_func_transforms, transforms_around
@@ -20,7 +21,8 @@ from graft.api.module_check import ModuleCheck
 from graft.api.preallocated import run_into
 from graft.api.restart import Restart
 from graft.api.save import save_compiled
-from graft.api.variant import Variant, VariantSettings, build_variant
+from graft.api.surroundings import ModeParts, Modes, mode_text, refuse_autocast, refuse_mode
+from graft.api.variant import Variant, VariantSettings, build_variant, devices_of
 from graft.backends.replay import Replays
 from graft.backends.select import keep_sizes
 from graft.base.errors import CaptureError, GuardFailed, OutRefused, ReplacedBuffer, UsageError
@@ -73,6 +75,8 @@ class CompiledModule(torch.nn.Module):
         self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
         self.frozen = settings.frozen
         self.restart: Restart | None = None  # which input begins state anew
+        self._parts: ModeParts | None = None  # modules whose modes decide what a graph computes
+        self._devices: tuple[str, ...] | None = None  # kinds of devices, once they are known
 
     @property
     def report(self) -> Report:
@@ -145,6 +149,9 @@ class CompiledModule(torch.nn.Module):
         return self.call(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._devices is None:
+            self._devices = devices_of(self.graph_module, pytree.tree_leaves((args, kwargs)))
+        refuse_autocast(self._devices)
         out = kwargs.pop("out") if "out" in kwargs and not self.form.takes("out") else None
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, out=out)
@@ -222,7 +229,7 @@ class CompiledModule(torch.nn.Module):
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
-        kinds = tuple(map(kind, values))
+        kinds = (self.modes(), *map(kind, values))
         known = self._known.get(kinds)
         if known is None:
             if len(self._known) >= MOST_KINDS:
@@ -241,16 +248,36 @@ class CompiledModule(torch.nn.Module):
     def fitting(self, values: list[Any]) -> Variant | UsageError:
         """The variant that was captured for such inputs, or what is against the first one."""
         problems: list[UsageError] = []
+        modes, others = self.modes(), []
         for variant in self.variants:
             if len(values) != len(variant.signature.leaves):
                 return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
+            same = variant.modes is None or variant.modes == modes
             try:
                 variant.signature.check(values)
             except UsageError as error:
-                problems.append(error)
+                (problems if same else others).append(error)
             else:
-                return variant
-        return problems[0]
+                if same:
+                    return variant
+                paths = self._parts.paths if self._parts else ("",) * len(modes)
+                others.append(GuardFailed(mode_text(paths, modes, variant.modes or ())))
+        return (problems or others)[0]
+
+    def modes(self) -> Modes:
+        """Of the modules that ask for theirs, now."""
+        if self._parts is not None:
+            return self._parts.now()
+        return (self.training,) * len(self.variants[0].modes or ())
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        """Sets the mode of the module that it was made from; graphs are captured for each that is called."""
+        if self._source is not None:
+            self._source[0].train(mode)
+        else:
+            refuse_mode(mode, [variant.modes for variant in self.variants])
+        self.training = mode
+        return self
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
         if self._source is None:
@@ -281,7 +308,7 @@ class CompiledModule(torch.nn.Module):
         except CaptureError as error:
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
         variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
-        variant = replace(variant, made_by=str(why))
+        variant = replace(variant, made_by=str(why), modes=self.modes())
         self.variants.append(variant)
         self.variants[0] = replace(self.variants[0], report=self.joined_report(variant, why))
         self.initial |= initial_values(variant.graph_module, self.initial)

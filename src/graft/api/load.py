@@ -46,6 +46,7 @@ def compiled_of(artifact: Artifact) -> CompiledModule:
     initial = {name: Initial(value) for name, value in artifact.initial.items()}
     compiled = CompiledModule(variants, CallForm.from_data(artifact.extra["form"]), initial, settings)
     compiled.cache_count = artifact.extra["caches"]
+    compiled.training = artifact.extra.get("training", True)
     compiled.restart = Restart.from_data(artifact.extra.get("restart"))
     return compiled
 
@@ -60,7 +61,8 @@ def load_graph(saved: SavedGraph, settings: VariantSettings, notes: tuple[str, .
     moved = [f"{op} was saved running {before.kernels[op]}; here it runs {kernel}" for op, kernel in changed.items()]
     every = tuple(dict.fromkeys((*before.notes, *variant.report.notes, *notes, *moved)))
     results = Container.from_data(saved.extra.get("results"))
-    made_by = saved.extra.get("made_by", "compile")
+    made_by, modes = saved.extra.get("made_by", "compile"), saved.extra.get("modes")
+    variant = replace(variant, modes=None if modes is None else tuple(modes))
     return replace(variant, report=replace(variant.report, notes=every), results=results, made_by=made_by)
 
 

@@ -40,6 +40,7 @@ def to_artifact(compiled: CompiledModule) -> Artifact:
             "reuse_outputs": compiled.settings.reuse_outputs,
             "grad": compiled.settings.grad,
             "donate": list(compiled.settings.donate),
+            "training": compiled.training,
             "restart": compiled.restart and compiled.restart.to_data(),
             "mode": compiled.settings.mode,
             "options": dict(compiled.settings.options),
@@ -52,5 +53,5 @@ def saved_graph(variant: Variant) -> SavedGraph:
     aliases = tuple(astuple(alias) for alias in variant.aliases)
     returned = None if variant.returned is None else [list(position) for position in variant.returned]
     extra = {"returned": returned, "results": variant.results and variant.results.to_data()}
-    extra |= {"made_by": variant.made_by}
+    extra |= {"made_by": variant.made_by, "modes": variant.modes and list(variant.modes)}
     return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report_now.to_json(), extra)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 
 from graft.api.checks import MemoryCheck
@@ -17,6 +18,7 @@ from graft.api.functionalization import OFF, FixRecorder
 from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
 from graft.api.module_check import ModuleCheck
 from graft.api.profile import DeviceMeasure
+from graft.api.surroundings import Modes
 from graft.backends import InductorSettings, lower
 from graft.capture.containers import Container, put_together
 from graft.capture.module import CapturedModule
@@ -72,6 +74,7 @@ class Variant:
     fix: FixRecorder | None = None  # on Inductor: what its pass does, when it compiles
     donated: tuple[str, ...] = ()  # inputs that the graph writes although the program does not
     state: Callable[[], None] = field(default=lambda: None, compare=False)  # raises where a tensor was replaced
+    modes: Modes | None = None  # of the modules that ask for theirs, when it was captured; None: not known
     later: Callable[[], tuple[str, ...]] = tuple  # notes on what happened since it was lowered
     filled: dict[Any, Any] = field(default_factory=dict, compare=False)  # graphs that fill `out=`, once asked for
 
@@ -162,6 +165,13 @@ def build_variant(
     if settings.grad == "honour":
         refuse_unhonoured(gm, training, variant.backend)
     return replace(variant, results=captured.results)
+
+
+def devices_of(module: torch.nn.Module, values: Sequence[Any]) -> tuple[str, ...]:
+    """The kinds of devices that a program has something on, where autocast may be on."""
+    tensors = [*module.parameters(), *module.buffers(), *(v for v in values if isinstance(v, torch.Tensor))]
+    kinds = dict.fromkeys(tensor.device.type for tensor in tensors)
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
 
 def decomposition_notes(level: DecompositionLevel) -> tuple[str, ...]:

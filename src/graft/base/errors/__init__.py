@@ -19,6 +19,7 @@ from graft.base.errors.backends import (
 )
 from graft.base.errors.base import GraftError, UsageError, near
 from graft.base.errors.calls import (
+    AutocastRefused,
     ChangedModule,
     DonationRefused,
     GradientsRefused,
@@ -113,6 +114,7 @@ from graft.base.errors.workbench import (
 
 __all__ = [
     "ArtifactError",
+    "AutocastRefused",
     "BadIndex",
     "BaselineMismatch",
     "BrokenPlugin",

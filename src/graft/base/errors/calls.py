@@ -72,6 +72,16 @@ class TransformRefused(UsageError):
         )
 
 
+class AutocastRefused(UsageError):
+    """The casts of torch.autocast are no part of a graph that it is around."""
+
+    def __init__(self, kind: str, dtype: object) -> None:
+        super().__init__(
+            f"torch.autocast is on for {kind} ({dtype}), whose casts are not in the graph; open it inside of the"
+            " forward that is compiled, convert the module (module.to(torch.bfloat16)), or leave it before the call"
+        )
+
+
 class OutRefused(UsageError):
     """Tensors that the results cannot be written into. Nothing ran."""
 
