@@ -66,13 +66,17 @@ bench: $(READY)
 setup: $(READY)
 	@echo "ready: . $(BIN)/activate"
 
-# torch is installed first and from the pinned version: a range would take gigabytes of CUDA packages; bytecode is
-# written by all cores, that of torch beside pip: pip would take 45 seconds over it, on one
+# pip itself comes first: the one that Python brings takes twice as long to choose among all versions of all packages;
+# then torch, from the pinned version: a range would take gigabytes of CUDA packages. Bytecode is written by all cores,
+# that of torch beside pip: pip would take 45 seconds over it, on one; what few programs import, two fifths of it, is
+# compiled when it is imported
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
-BYTECODE = $(BIN)/python -m compileall -qq -x '/tests/' $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+SELDOM := /(tests|transformers/models|matplotlib|fontTools|pygments|openai|setuptools|pip)/
+BYTECODE = $(BIN)/python -m compileall -qq -x '$(SELDOM)' $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 $(READY): pyproject.toml constraints.txt
 	@echo "a virtual environment in $(VENV), with torch and graft: some minutes where nothing is cached" >&2
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip || echo "pip stays as Python brought it: what follows takes longer" >&2
 	$(INSTALL) torch
 	$(BYTECODE)/torch & $(BYTECODE)/sympy & $(INSTALL) hatchling editables && $(INSTALL) --no-build-isolation -e ".[dev,serve]" && wait
 	$(BYTECODE) -j 0 || echo "some files of packages are for other versions of Python, and have no bytecode" >&2
