@@ -26,6 +26,7 @@ from graft.ir.program.assignments import assignments_as_writes
 from graft.ir.program.frames import forward_frames
 from graft.ir.program.generators import generators_kept, refuse_new_generators
 from graft.ir.program.indexing import TensorPositions
+from graft.ir.program.node_values import values_alone
 from graft.ir.program.results import keep_results_apart, result_objects
 from graft.ir.program.zero_sizes import zero_sizes_asked
 from graft.ir.storage import identity
@@ -107,6 +108,7 @@ def export_once(
             positions or TensorPositions(),
             KeepConstants(),
             forward_frames(),
+            values_alone(),
             assignments_as_writes(module),
             quiet(FAKE_TENSOR),
             generators_kept(module, (args, kwargs or {})) as generators,
@@ -261,7 +263,7 @@ def raw_trace(function: Callable[..., Any], examples: Sequence[torch.Tensor]) ->
     """
     level, lazy = current_level(), _use_lazy_graph_module(True)
     table, whole = dict(level.decompositions), level.composite or not level.decompositions
-    with torch.no_grad(), quiet(FAKE_TENSOR), lazy, FakeTensorMode(static_shapes=True) as mode:
+    with torch.no_grad(), quiet(FAKE_TENSOR), lazy, values_alone(), FakeTensorMode(static_shapes=True) as mode:
         traced = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)
         return traced(*(abstract(example, mode) for example in examples))
 
