@@ -239,7 +239,7 @@ def resized(llm: LLM, **options: Any) -> LLM:
     other = copy.copy(llm)
     other.engine, _ = build_engine(
         llm.engine.graph, llm.model, llm.cache.layers, llm.engine.manager.block_size, EngineOptions(**options),
-        llm.device, content=llm.cache.content,
+        llm.device, content=llm.cache.content, states=llm.cache.states,
     )  # fmt: skip
     return other
 

@@ -33,11 +33,11 @@ class CacheSize:
 
 def cache_size(
     block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None,
-    addressable: int | None = None, *, sharers: int = 1,
+    addressable: int | None = None, *, sharers: int = 1, beside: int = 0,
 ) -> CacheSize:  # fmt: skip
     """As many blocks as the memory allows, and no more than the engine can ever use at once. addressable: blocks
     beyond these are for those who ask for them. sharers: processes that each take as much of the device's memory as
-    this one."""
+    this one. beside: bytes of the same memory that something else has taken."""
     free = free_memory(device) // sharers
     if asked is not None:
         limit, reason = parse_size(asked), "as asked for"
@@ -53,6 +53,8 @@ def cache_size(
     else:
         limit = min(int(free * CPU_SHARE), CPU_MOST // sharers)
         reason = f"{size_text(free)} are free; on a CPU half of it, and at most {size_text(CPU_MOST)}, is taken"
+    if beside:
+        limit, reason = limit - beside, f"{reason}, less {size_text(beside)} for recurrent states"
     if limit >= most_blocks * block_bytes:
         blocks, reason = most_blocks, "all that the engine can use at once"
     else:

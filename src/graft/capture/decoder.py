@@ -9,8 +9,8 @@ from torch.fx.graph import CodeGen
 from transformers import PreTrainedModel
 
 from graft.capture.attention import graft_attention
-from graft.capture.state import check_attentions, check_state
-from graft.ir.nodes import calls, is_op
+from graft.capture.recurrence import graft_recurrence
+from graft.capture.state import check_captured, check_state
 from graft.ir.prefix import drop_prefix
 from graft.ir.trace import export_graph
 
@@ -38,12 +38,8 @@ def capture_decoder(model: PreTrainedModel) -> GraphModule:
     """
     kept = check_state(model)
     gm = export_decoder(model)
-    check_attentions(model, kept, attentions(gm))
+    check_captured(model, kept, gm)
     return gm
-
-
-def attentions(gm: GraphModule) -> int:
-    return sum(is_op(node, torch.ops.graft.attention.default) for node in calls(gm.graph))
 
 
 def export_decoder(model: PreTrainedModel) -> GraphModule:
@@ -52,7 +48,7 @@ def export_decoder(model: PreTrainedModel) -> GraphModule:
     ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.int64, device=device)
     positions = torch.arange(EXAMPLE_LENGTH, device=device).expand(EXAMPLE_BATCH, -1).contiguous()
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    with graft_attention(model):
+    with graft_attention(model), graft_recurrence(model):
         gm = export_graph(
             Decoder(model), (ids, positions), dynamic_shapes={"input_ids": dynamic, "position_ids": dynamic}
         )

@@ -20,7 +20,8 @@ import graft
 from graft.capture.code import PLAIN, Description, Unknowable, package_of
 
 LIBRARIES = ("torch", "transformers")
-SOURCES = ("capture", "ir", "ops/attention")  # what of graft makes the graph
+# what of graft makes the graph
+SOURCES = ("capture", "ir", "ops/attention", "ops/causal_conv", "ops/gated_delta_rule")
 STATE = frozenset(vars(torch.nn.Module()))  # what every module has
 # where it was loaded from: a copy, and another checkpoint of the same architecture, have the same graph
 ORIGIN = frozenset({"name_or_path", "_name_or_path"})

@@ -8,11 +8,11 @@ from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
 from graft.base.errors import DumpError, GraftError
-from graft.capture.decoder import CLASS_NAME, attentions, capture_decoder, export_decoder
+from graft.capture.decoder import CLASS_NAME, capture_decoder, export_decoder
 from graft.capture.layer_kinds import LayerKinds, NoKinds, layer_kinds
 from graft.capture.repeat_layers import repeat_layers
 from graft.capture.skipped_layers import only_chosen
-from graft.capture.state import check_attentions, check_state
+from graft.capture.state import check_captured, check_state
 from graft.ir.io.serial import graph_from_json, graph_to_json, json_text
 from graft.ir.verify import module_state
 
@@ -38,7 +38,7 @@ def captured_by(model: PreTrainedModel, found: LayerKinds) -> GraphModule:
         raise NoKinds(f"{foreign[0]} is neither a parameter nor a buffer of it")
     gm = graph_from_json(json_text(data), state)
     type(gm).__name__ = CLASS_NAME  # a GraphModule's class is its own
-    check_attentions(model, kept, attentions(gm))
+    check_captured(model, kept, gm)
     return gm
 
 

@@ -1,11 +1,13 @@
 """What a decoder keeps from one step to the next, by its own account, and whether graft carries it.
 
-The graph is captured without a cache, and the engine carries one thing between steps: the keys and values that each
-graft::attention sees. So the module's own cached decode (a prompt, then one more token) is run on tensors without
-numbers, and every tensor that it keeps has to be keys or values of a cache layer that does nothing else with them:
+The graph is captured without a cache, and the engine carries two things between steps: the keys and values that each
+graft::attention sees, and the state of recurrences that became ops of the graph (recurrence.py). So the module's own
+cached decode (a prompt, then one more token) is run on tensors without numbers, and every tensor that it keeps has to
+be keys or values of a cache layer that does nothing else with them, or to go through such a recurrence:
 
     past_key_values.layers[1].keys                DynamicLayer             carried
-    past_key_values.layers[0].conv_states[0]      LinearAttentionLayer     refused: a convolution's window
+    past_key_values.layers[0].conv_states[0]      LinearAttentionLayer     carried where graft::causal_conv takes it
+    cache_params.layers[0].recurrent_states[0]    LinearAttentionLayer     refused: Mamba 2
     past_key_values.linear_cache[0]               MiniMaxCache             refused
     state[2], mems[0]                             RWKV, XLNet              refused
     model.layers.0.temporal_block.conv1d_state    an attribute             refused: RecurrentGemma
@@ -16,61 +18,26 @@ Subclasses of these layers are refused until someone has looked at them: what th
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.fx import GraphModule
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from graft.base.errors import UnsupportedAttention, UnsupportedState
+from graft.capture.kept import StateTensor, by_layer
+from graft.capture.recurrence import KINDS, lost_recurrences, watched_recurrence
 from graft.ir.io.symbols import fresh_mode
+from graft.ir.nodes import calls, is_op
 from graft.ir.trace import FAKE_TENSOR, quiet
 
 Placement = Callable[[PreTrainedModel], AbstractContextManager[Callable[[Tensor], Tensor]]]
 LENGTH = 5  # tokens of the prompt
-KEYS_VALUES = frozenset({"keys", "values"})
-CARRIED: Mapping[type, frozenset[str]] = {
-    DynamicLayer: KEYS_VALUES,
-    DynamicSlidingWindowLayer: KEYS_VALUES | {"_sliding_window_tensor"},  # the window's width, a constant
-}
-NUMBERED = re.compile(r"(.*?)(?:[.\[](\d+)\b\]?(.*))?$", re.DOTALL)  # up to its first number, and after it
 LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device, torch.nn.Module)
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A tensor that a model keeps: where it is found, and what holds it."""
-
-    path: str
-    holder: type
-    name: str  # in its holder
-    shape: tuple[int, ...]
-
-    @property
-    def carried(self) -> bool:
-        return self.name in CARRIED.get(self.holder, ())
-
-
-def by_layer(states: Sequence[StateTensor]) -> list[str]:
-    """`past_key_values.layers 0, 2 (LinearAttentionLayer: conv_states[0], recurrent_states[0])`."""
-    groups: dict[tuple[str, type], tuple[dict[str, None], dict[str, None]]] = {}
-    for state in states:
-        prefix, number, rest = NUMBERED.match(state.path).groups()  # pyrefly: ignore
-        layers, names = groups.setdefault((prefix, state.holder), ({}, {}))
-        if number is not None:
-            layers[number] = None
-        names[(rest or "").strip(".")] = None
-    texts = []
-    for (prefix, holder), (layers, names) in groups.items():
-        held = ", ".join(sorted((name for name in names if name), key=KEYS_VALUES.__contains__))
-        texts.append(f"{prefix} {', '.join(layers)}".rstrip() + f" ({holder.__name__}{held and ': ' + held})")
-    return texts
 
 
 def check_state(model: PreTrainedModel) -> list[StateTensor]:
@@ -82,8 +49,16 @@ def check_state(model: PreTrainedModel) -> list[StateTensor]:
     return kept
 
 
+def check_captured(model: PreTrainedModel, kept: Sequence[StateTensor], gm: GraphModule) -> None:
+    """Everything kept has an op in the graph, through which graft carries it."""
+    check_attentions(model, kept, sum(is_op(node, torch.ops.graft.attention.default) for node in calls(gm.graph)))
+    lost = lost_recurrences(kept, gm)
+    if lost is not None:
+        raise unsupported(model, lost)
+
+
 def check_attentions(model: PreTrainedModel, kept: Sequence[StateTensor], attentions: int) -> None:
-    """Every layer with keys and values has an attention in the graph, through which graft carries them."""
+    """Every layer with keys and values has an attention in the graph."""
     layers = [state for state in kept if state.name == "keys"]
     if not attentions:
         raise UnsupportedAttention(
@@ -99,9 +74,9 @@ def check_attentions(model: PreTrainedModel, kept: Sequence[StateTensor], attent
 
 def unsupported(model: PreTrainedModel, problem: str) -> UnsupportedState:
     return UnsupportedState(
-        f"{type(model).__name__} is not supported: {problem}. graft carries the keys and values of attention alone"
-        " and will not decode without the rest; use transformers for this model, or graft.compile(model, …) with its"
-        " cache as an argument"
+        f"{type(model).__name__} is not supported: {problem}. graft carries the keys and values of attention, and the"
+        f" state of recurrent layers of {' and '.join(KINDS)}, and will not decode without the rest; use transformers"
+        " for this model, or graft.compile(model, …) with its cache as an argument"
     )
 
 
@@ -139,16 +114,17 @@ def decode(model: PreTrainedModel, placement: Placement, *, use_cache: bool) -> 
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     made: dict[int, Tensor] = {}  # a tied one is one tensor here too
     takes = inspect.signature(model.forward).parameters
-    with placement(model) as without_numbers:
+    with placement(model) as without_numbers, watched_recurrence(model) as seen:
         tensors = {name: made.setdefault(id(t), without_numbers(t)) for name, t in named.items()}
         ids = torch.zeros((1, LENGTH), dtype=torch.int64)
         call: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}
         result = functional_call(model, tensors, (), call)
         back = {name: value for name, value in result.items() if name in takes and name not in call}
-        if use_cache and all(state.carried for state in find_tensors(back, type(model))):
+        kept = seen.mark(list(find_tensors(back, type(model))))
+        if use_cache and all(state.carried for state in kept):
             result = functional_call(model, tensors, (), call | {"input_ids": ids[:, :1]} | back)
             back = {name: result[name] for name in back}
-    return list(find_tensors(back, type(model)))
+        return seen.mark(list(find_tensors(back, type(model))))
 
 
 @contextmanager

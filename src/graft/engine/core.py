@@ -80,6 +80,7 @@ class Request:
     order: tuple[int, int] = (0, 0)  # the scheduler's; smaller goes first
     tokens: list[int] = field(default_factory=list)
     table: Table | None = None  # while it runs
+    state_slot: int | None = None  # while it runs, where its model has recurrent layers
     computed: int = 0
     feeding: int = 0  # tokens that steps in flight bring into the cache
     coming: int = 0  # tokens that steps in flight choose

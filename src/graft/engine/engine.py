@@ -55,6 +55,7 @@ class Engine:
         self.tensors = tensors
         self.scheduler = scheduler
         self.manager: BlockManager = scheduler.manager
+        self.states = scheduler.states  # of recurrent layers
         self.end_tokens = end_tokens
         self.tokenizer = tokenizer
         self.loop = loop  # decodes by captures, a step ahead of the host; None: every step is `run`
@@ -111,7 +112,8 @@ class Engine:
         batch = pack(plan, self.manager.block_size, self.tensors[0].device, scored)
         if feed is not None:
             feed.into(batch.input_ids[0])
-        (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
+        states = () if self.states is None else self.states.inputs([slot_of(request) for request in plan.requests])
+        (logits,) = self.graph(*batch.inputs(), *self.tensors, *states)  # [1, n, vocab]
         return logits[0]
 
     def next_plan(self) -> StepPlan:
@@ -204,6 +206,8 @@ class Engine:
             if leader is not None and one.request not in leader.siblings:
                 leader.siblings.append(one.request)
                 self.scheduler.join(one.request, leader)
+                if self.states is not None and one.request.state_slot is not None:
+                    self.states.copy(slot_of(leader), one.request.state_slot)
         for one, choice in zip(due, choices, strict=True):
             self.append_token(one.request, choice)
 
@@ -377,6 +381,11 @@ class Engine:
             f" {device}, the key-value cache holds {size_text(self.cache_bytes)}. Lower kv_cache_memory,"
             " max_num_batched_tokens or max_num_seqs"
         )
+
+
+def slot_of(request: Request) -> int:
+    assert request.state_slot is not None
+    return request.state_slot
 
 
 def chosen(token: int) -> SampledToken:

@@ -10,6 +10,7 @@ from itertools import count
 from graft.engine.core import Request
 from graft.engine.forecast import Forecast
 from graft.engine.kv.manager import BlockManager, Copy, Table
+from graft.engine.kv.states import StateCache
 
 PATIENCE = 1000  # steps by which a better priority goes ahead
 ASK_AGAIN = 16  # steps after which one whom the forecast refused is looked at again, though nobody has left
@@ -59,9 +60,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, *, forecast: bool = True
+        self,
+        manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        forecast: bool = True,
+        states: StateCache | None = None,
     ) -> None:
         self.manager = manager
+        self.states = states  # of recurrent layers
         self.forecast = Forecast(manager) if forecast else None
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -154,6 +162,8 @@ class Scheduler:
 
     def run(self, request: Request) -> None:
         insort(self.running, request, key=in_order)
+        if self.states is not None:
+            request.state_slot = self.states.take()
         if self.forecast is not None:
             self.forecast.entered(request)
 
@@ -180,6 +190,8 @@ class Scheduler:
 
     @property
     def full(self) -> bool:
+        if self.states is not None and not self.states.free:  # those who leave have theirs until they are gone
+            return True
         return len(self.running) - len(self.leaving) >= self.max_num_seqs
 
     def may_look_ahead(self) -> bool:
@@ -229,7 +241,7 @@ class Scheduler:
         insort(self.waiting, request, key=in_order)
 
     def leave(self, request: Request) -> None:
-        """A running request gives back its blocks."""
+        """A running request gives back its blocks, and its state."""
         assert request.table is not None
         self.departures += 1
         if self.forecast is not None:
@@ -238,6 +250,9 @@ class Scheduler:
         self.leaving.discard(request)
         self.manager.close(request.table)
         request.table = None
+        if self.states is not None and request.state_slot is not None:
+            self.states.give_back(request.state_slot)
+            request.state_slot = None
 
     def drop(self, request: Request) -> None:
         """The request has ended, or is wanted no more, wherever it stands."""

@@ -113,19 +113,30 @@ def cache_names(layer: int, tensors: int = 2) -> tuple[str, ...]:
     return (f"k_cache_{layer}", f"v_cache_{layer}") if tensors == 2 else (f"latent_cache_{layer}",)
 
 
+STATE_SLOTS = "state_slots"  # [seqs], where recurrent layers have states: the slot of each sequence
+
+
+def state_name(recurrence: int) -> str:
+    return f"state_{recurrence}"
+
+
 def check_graph(graph: Graph) -> None:
-    """The engine passes inputs by their order: the graph must have these, in this order, and caches behind them."""
+    """The engine passes inputs by their order: the graph must have these, in this order, caches behind them, and then
+    the slots and states of recurrent layers."""
     found = [node.name for node in placeholders(graph)]
+    states = found[found.index(STATE_SLOTS) + 1 :] if STATE_SLOTS in found else None
+    caches = len(found) - (0 if states is None else len(states) + 1)
     wanted, layer = [*NAMES], 0
-    while len(wanted) < len(found):
+    while len(wanted) < caches:
         latent = found[len(wanted)] in cache_names(layer, 1)
         wanted += cache_names(layer, 1 if latent else 2)
         layer += 1
+    wanted += [] if states is None else [STATE_SLOTS, *map(state_name, range(len(states)))]
     if found != wanted:
         raise LayoutError(
-            f"the engine passes {', '.join(NAMES)} and the caches of each layer, but the graph takes"
-            f" {', '.join(found)}; last_token_logits and insert_kv_cache have to run in this order, and no transform"
-            " may add inputs"
+            f"the engine passes {', '.join(NAMES)}, the caches of each layer, and slots and states of recurrent"
+            f" layers, but the graph takes {', '.join(found)}; last_token_logits, insert_kv_cache and insert_state_cache have"
+            " to run in this order, and no transform may add inputs"
         )
 
 

@@ -28,8 +28,8 @@ PROMPT = [5, 17, 33, 8, 60, 21]
 LINEAR = "LinearAttentionLayer: conv_states[0], recurrent_states[0])"
 # one of each class of cache, cache layer and other place where transformers keeps state
 REFUSED = {
-    "qwen3_next": f"past_key_values.layers 0, 1, 2 ({LINEAR}",
-    "lfm2": "past_key_values.layers 0, 2 (LinearAttentionLayer: conv_states[0])",
+    "qwen3_5_text": f"past_key_values.layers 0, 1, 2 ({LINEAR}",
+    "lfm2_moe": "past_key_values.layers 0, 2 (LinearAttentionLayer: conv_states[0])",
     "mamba2": f"cache_params.layers 0, 1, 2, 3 ({LINEAR}",
     "falcon_h1": "layers 0, 1, 2, 3 (LinearAttentionAndFullAttentionLayer: conv_states[0], recurrent_states[0], keys",
     "jamba": f"past_key_values.layers 0, 2 ({LINEAR}",
@@ -70,7 +70,7 @@ def test_keys_and_values_are_carried(kind):
 
 @settings(max_examples=examples(12), deadline=None)
 @given(
-    st.sampled_from([("lfm2", "conv"), ("granitemoehybrid", "mamba"), ("qwen3_next", "linear_attention")]),
+    st.sampled_from([("lfm2_moe", "conv"), ("granitemoehybrid", "mamba"), ("qwen3_5_text", "linear_attention")]),
     st.lists(st.booleans(), min_size=4, max_size=4).filter(any),
 )
 def test_exactly_the_layers_with_other_state_are_named(family, attends):
@@ -113,8 +113,8 @@ def test_every_decoder_is_accounted_for(kind):
 
 def test_the_engine_refuses_before_anything_is_captured(monkeypatch):
     monkeypatch.setattr("graft.capture.decoder.export_graph", None)
-    with pytest.raises(CaptureError, match=r"Lfm2ForCausalLM is not supported: .*layers 0, 2 .*conv_states"):
-        LLM(loaded("lfm2"), backend="eager")
+    with pytest.raises(CaptureError, match=r"Lfm2MoeForCausalLM is not supported: .*layers 0, 2 .*conv_states"):
+        LLM(loaded("lfm2_moe"), backend="eager")
 
 
 @pytest.mark.exhaustive
@@ -156,7 +156,7 @@ def test_the_model_is_as_it_was(kind):
 
 
 @pytest.mark.parametrize("dtype", short([torch.float32, torch.bfloat16], torch.float32), ids=str)
-@pytest.mark.parametrize("kind", short(["lfm2", "falcon_h1"], "lfm2"))
+@pytest.mark.parametrize("kind", short(["lfm2_moe", "falcon_h1"], "lfm2_moe"))
 def test_decoding_without_the_state_is_found_by_its_numbers(kind, dtype, monkeypatch):
     """The second net: where the accounting is fooled, decode steps differ from a full pass."""
     monkeypatch.setattr("graft.capture.decoder.check_state", lambda model: [])

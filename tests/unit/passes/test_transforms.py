@@ -29,7 +29,7 @@ PATTERNS = [
     for name in TransformRegistry.names()
     for config in [load_config().transforms[name]]
     # those of decode steps, of a new input and of one kind of CPU have tests of their own
-    if not hasattr(config, "devices") and name not in ("insert_kv_cache", "widen_linear")
+    if not hasattr(config, "devices") and name not in ("insert_kv_cache", "insert_state_cache", "widen_linear")
     for rewrite in getattr(TransformRegistry.get(name)(config), "rewrites", lambda: [])()
     for path in variants(rewrite)
 ]

@@ -16,6 +16,7 @@ from graft.ir.nodes import is_op, options_of, tensor_of
 from graft.ops.paged_cache import SCALE
 from graft.weights.quantize import FP8
 
+RECURRENT = ("conv", "linear_attention", "mamba")  # layer types of configurations
 QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8)  # int16: four 4-bit weights; uint8: tiles
 EXPERT_TENSORS = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
 
@@ -70,11 +71,12 @@ def head_size(config: Any) -> int:
 
 
 def windows(module: nn.Module) -> list[float]:
-    """How many tokens each layer can look back on."""
+    """How many tokens each layer with attention can look back on; recurrent ones keep none."""
     config: Any = module.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
-    return [window if window and "sliding" in kind else float("inf") for kind in kinds]
+    attention = [kind for kind in kinds if kind not in RECURRENT]
+    return [window if window and "sliding" in kind else float("inf") for kind in attention]
 
 
 def prompt_flops(module: nn.Module, batch: int, tokens: int) -> float:

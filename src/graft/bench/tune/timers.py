@@ -164,6 +164,13 @@ class DecodeTimer:
         )
         other = copy.copy(llm)
         other.engine, _ = build_engine(
-            llm.engine.graph, llm.model, layers, size, options, llm.device, content=llm.cache.content
+            llm.engine.graph,
+            llm.model,
+            layers,
+            size,
+            options,
+            llm.device,
+            content=llm.cache.content,
+            states=llm.cache.states,
         )
         return other

@@ -43,6 +43,7 @@ from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device
 from graft.ops.fused_linear.choice import adopt
 from graft.ops.fused_linear.tables import parse_table
+from graft.ops.packed_states import StateShape
 from graft.weights.mapped import map_tensors, stream_tensors
 from graft.weights.quantize import Saving
 from graft.weights.references import read_references
@@ -80,10 +81,11 @@ def load_engine(
     tell("making the cache", 0, 1)
     engine, size = build_engine(
         lowered.call, model, cache.layers, cache.block_size, sizes, device, content=cache.content,
+        states=cache.states,
         backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]),
     )  # fmt: skip
     quantized, checks = manifest["quantized_weights"], sizes.self_check
-    checked = self_check(engine, model, cache.tensors(), quantized=quantized, wanted=checks)
+    checked = self_check(engine, model, cache.tensors(), cache.state_names, quantized=quantized, wanted=checks)
     notes = (f"{said or f'compiled engine: {path}'}, {made_here(carried)}", *lowered.notes, checked)
     return EngineParts(
         engine, model, device, lowered.backend, size, cache, partial(read_graph, path, texts[0], weights),
@@ -258,4 +260,6 @@ def cache_layout(data: Mapping[str, Any]) -> CacheLayout:
     layers = tuple(
         LayerShape(heads, dim, getattr(torch, dtype), count) for heads, dim, dtype, count in data["layers"]
     )
-    return CacheLayout(layers, tuple(data["names"]), data["block_size"], data["content"])
+    states = tuple(StateShape(tuple(sizes), getattr(torch, dtype)) for sizes, dtype in data["states"])
+    names, state_names = tuple(data["names"]), tuple(data["state_names"])
+    return CacheLayout(layers, names, data["block_size"], data["content"], states, state_names)

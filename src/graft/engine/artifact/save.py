@@ -307,6 +307,8 @@ def describe(parts: EngineParts) -> dict[str, Any]:
             "names": list(cache.names),
             "block_size": cache.block_size,
             "content": cache.content,
+            "states": [[list(one.sizes), str(one.dtype).removeprefix("torch.")] for one in cache.states],
+            "state_names": list(cache.state_names),
         },
         "quantized": asdict(parts.quantized) if parts.quantized else None,
         "quantized_weights": parts.quantized_weights,

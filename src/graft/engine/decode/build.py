@@ -26,7 +26,9 @@ PINNED_SIZES = range(7, 24)  # 128 bytes to 8 MiB in powers of two, as torch kee
 PINNED_EACH = 4  # two steps on their way, some copies of a size each
 
 
-def loop_problem(device: torch.device, backend: str, options: EngineOptions, ranks: int = 1) -> str | None:
+def loop_problem(
+    device: torch.device, backend: str, options: EngineOptions, ranks: int = 1, *, recurrent: bool = False
+) -> str | None:
     """Why decode steps are not captured, or None."""
     if options.enforce_eager:
         return "enforce_eager was asked for"
@@ -34,6 +36,8 @@ def loop_problem(device: torch.device, backend: str, options: EngineOptions, ran
         return "nothing is decoded"
     if device.type != "cuda":
         return f"the model is on {device}"
+    if recurrent:
+        return "a recurrent state cannot take back a token that a step ahead of the host has fed"
     if ranks > 1:
         return f"the {ranks} ranks are told each step one by one"
     if backend != "eager":

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from graft.base.errors import UsageError
 from graft.base.files import Progress
 from graft.base.kernel_cache import record as record_kernels
+from graft.capture.recurrence import is_known
 from graft.dist.sizes import check_heads
 from graft.dist.workers import Workers
 from graft.engine.engine import Engine
@@ -62,13 +64,13 @@ def assemble(
     lowered = lower(loaded, made, settings, target, keep_weights=keep)
     engine, size = build_engine(
         lowered.call, loaded, made.layers, made.block_size, sizes, target.device, backend=lowered.backend,
-        progress=progress, content=made.content, place=place, pooling=pooling,
+        progress=progress, content=made.content, states=made.states, place=place, pooling=pooling,
     )  # fmt: skip
     lead(engine, place, workers)
     quantized = bool(weight_formats(settings))
     wanted = sizes.self_check and (place is None or place.rank == 0)
-    layout = CacheLayout(made.layers, made.layer_names, made.block_size, made.content)
-    checked = self_check(engine, loaded, layout.tensors(), quantized=quantized, wanted=wanted)
+    layout = CacheLayout(made.layers, made.layer_names, made.block_size, made.content, made.states, made.state_names)
+    checked = self_check(engine, loaded, layout.tensors(), layout.state_names, quantized=quantized, wanted=wanted)
     if cache is not None and sizes.self_check and place is None and pooling is None:
         checked += f"; {cache_error_text(engine, loaded, lowered.backend)}"
     if keep_weights and loaded.floats is not None:
@@ -97,6 +99,11 @@ def of_rank(settings: PipelineConfig, loaded: LoadedModel, place: RankPlace | No
     if place is None:
         return settings
     check_heads(loaded.module.config, place.world, loaded.name)
+    if is_known(loaded.module):
+        raise UsageError(
+            f"tensor_parallel_size={place.world}: {loaded.name} has recurrent layers, whose states are not split"
+            " among ranks; run it on one"
+        )
     place.group.agree("checkpoint", fingerprint(loaded, loaded.module))
     return with_sets(settings, shard_sets(place.rank, place.world))
 

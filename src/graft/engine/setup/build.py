@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from graft.base.device_memory import CacheSize, cache_size, is_out_of_memory, size_text
@@ -18,6 +19,7 @@ from graft.engine.decode.build import loop_problem, make_loop
 from graft.engine.engine import Engine
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.states import StateCache, slots_within, states_note
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, narrow_blocks
 from graft.engine.options import EngineOptions
 from graft.engine.pooling import PoolingEngine
@@ -25,6 +27,7 @@ from graft.engine.ranks.task import RankPlace
 from graft.engine.scheduler import Scheduler
 from graft.models.loaded import LoadedModel
 from graft.models.pooling import Pooling
+from graft.ops.packed_states import StateShape
 from graft.weights.quantize import FP8
 
 
@@ -37,6 +40,7 @@ def build_engine(
     device: torch.device,
     *,
     content: str,
+    states: Sequence[StateShape] = (),
     backend: str = "eager",
     progress: Progress | None = None,
     record: bool | None = None,
@@ -48,27 +52,25 @@ def build_engine(
 
     content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module does not
     know them. place: of one of several ranks, which all have as many blocks. record: whether decode steps are
-    captured; None: where that is of use (see loop_problem). pooling: of an engine that embeds.
+    captured; None: where that is of use (see loop_problem). pooling: of an engine that embeds. states: of recurrent
+    layers.
     """
     size = bytes_per_block(layers, block_size)
-    most = options.requests_at_once(device) * -(-model.context // block_size)
-    found = room(size, most, device, options, narrow_blocks(layers, block_size), place)
-    problem = loop_problem(device, backend, options, ranks=place.world if place else 1)
+    wanted = options.requests_at_once(device)
+    most = wanted * -(-model.context // block_size)
+    kept = slots_within(states, wanted, device, options.kv_cache_memory) if states else None
+    beside = 0 if kept is None else kept.bytes
+    found = room(size, most, device, options, narrow_blocks(layers, block_size), place, beside)
+    problem = loop_problem(device, backend, options, ranks=place.world if place else 1, recurrent=bool(states))
     record = problem is None if record is None else record
-    try:
-        tensors = allocate(layers, found.blocks + record, block_size, device)  # one block more for padding rows
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(
-            f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
-            f" {error}. Set kv_cache_memory to less"
-        ) from error
-    reuse, foreseeing = options.enable_prefix_caching, options.admission == "forecast"
+    tensors = allocated(layers, found, record, block_size, device)
+    reuse, foreseeing = options.enable_prefix_caching and not states, options.admission == "forecast"
     events = EventQueue(options.max_events)
     manager = BlockManager(found.blocks, block_size, fingerprint=content, prefix_reuse=reuse, events=events)
     rows = options.requests_at_once(device, found.blocks * block_size)
-    scheduler = Scheduler(manager, rows, options.tokens_of_a_step(device), forecast=foreseeing)
+    rows = rows if kept is None else min(rows, kept.blocks)
+    held = None if kept is None else StateCache(states, rows, device)
+    scheduler = Scheduler(manager, rows, options.tokens_of_a_step(device), forecast=foreseeing, states=held)
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
     kind = Engine if pooling is None else partial(PoolingEngine, pooling=pooling)
     engine = kind(
@@ -78,7 +80,10 @@ def build_engine(
         end_tokens=end_tokens(model) if ends is None else ends,
         tokenizer=model.tokenizer,
         loop=loop,
-        notes=() if record else (f"decode: no CUDA graphs, because {problem}",),
+        notes=(
+            *(() if record else (f"decode: no CUDA graphs, because {problem}",)),
+            *(() if held is None else (states_note(held, wanted),)),
+        ),
     )
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if layers and layers[0].dtype is FP8:
@@ -89,12 +94,27 @@ def build_engine(
     return engine, note
 
 
+def allocated(
+    layers: Sequence[LayerShape], found: CacheSize, record: bool, block_size: int, device: torch.device
+) -> list[Tensor]:
+    try:
+        return allocate(layers, found.blocks + record, block_size, device)  # one block more for padding rows
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
+            f" {error}. Set kv_cache_memory to less"
+        ) from error
+
+
 def room(
-    size: int, most: int, device: torch.device, options: EngineOptions, narrow: int | None, place: RankPlace | None
-) -> CacheSize:
+    size: int, most: int, device: torch.device, options: EngineOptions, narrow: int | None, place: RankPlace | None,
+    beside: int,
+) -> CacheSize:  # fmt: skip
     """For the cache; of several ranks each has as many blocks as the one with the least room."""
     if place is None:
-        return cache_size(size, most, device, options.kv_cache_memory, narrow)
+        return cache_size(size, most, device, options.kv_cache_memory, narrow, beside=beside)
     found = cache_size(size, most, device, options.kv_cache_memory, narrow, sharers=place.sharers)
     blocks = place.group.least(found.blocks)
     return replace(found, blocks=blocks, bytes=blocks * size)

@@ -41,5 +41,6 @@ def logits_of(engine: Engine, tokens: list[int], dtype: torch.dtype) -> Tensor:
     host = HostBatch()
     host.add(tokens, 0, [0], size)
     host.logits_indices = list(range(len(tokens)))
-    (logits,) = engine.graph(*pack(host, device).inputs(), *allocate(layers, 1, size, device))  # [1, tokens, vocab]
+    caches = (*allocate(layers, 1, size, device), *(() if engine.states is None else engine.states.aside(1)))
+    (logits,) = engine.graph(*pack(host, device).inputs(), *caches)  # [1, tokens, vocab]
     return logits[0]

@@ -12,6 +12,7 @@ import torch
 from graft.engine.engine import Engine
 from graft.engine.kv.tensors import CachedTensor, LayerShape, cached_tensors
 from graft.models.loaded import LoadedModel
+from graft.ops.packed_states import StateShape
 from graft.weights.quantize import Saving
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class CacheLayout:
     names: tuple[str, ...]
     block_size: int
     content: str
+    states: tuple[StateShape, ...] = ()  # of recurrent layers
+    state_names: tuple[str, ...] = ()
 
     def tensors(self) -> list[CachedTensor]:
         return cached_tensors(self.layers, self.names)

@@ -43,17 +43,20 @@ class Seen:
     cache: list[Tensor]  # [tokens, kv_heads, head_dim], of each layer in turn
     chosen: int
     logprobs: dict[int, float] | None
+    states: list[Tensor]  # of recurrent layers
 
 
 def self_check(
     engine: Engine,
     model: LoadedModel,
     tensors: Sequence[CachedTensor],
+    recurrences: Sequence[str] = (),
     *,
     quantized: bool = False,
     wanted: bool = True,
 ) -> str:
-    """A line for the report; raises DecodeMismatch. tensors: what those of the engine hold."""
+    """A line for the report; raises DecodeMismatch. tensors: what those of the engine hold. recurrences: the names of
+    the modules with a recurrent state."""
     if not wanted:
         return "self-check: turned off (self_check=False)"
     if isinstance(engine, PoolingEngine):
@@ -78,11 +81,13 @@ def self_check(
         return "self-check: nothing to compare, because the logits of random tokens are not finite"
     rounds = engine.tensors[0].dtype is FP8
     limits = [tolerance(model.module.dtype, quantized, one.layer, rounds) for one in tensors]
+    compare_states(decoded, whole, model.name, recurrences, max(limits))
     largest, allowed = compare(decoded, whole, length, model.name, tensors, limits)
     milliseconds = (time.perf_counter() - started) * 1000
+    states = f" and {len(whole.states)} recurrent states" if whole.states else ""
     return (
         f"self-check: {STEPS} decode steps agree with a full pass over the same {len(whole.tokens)} tokens, keys and"
-        f" values to {largest:.1e} (allowed: {allowed:.1e}), {milliseconds:.0f} ms"
+        f" values{states} to {largest:.1e} (allowed: {allowed:.1e}), {milliseconds:.0f} ms"
     )
 
 
@@ -142,7 +147,10 @@ def play(engine: Engine, prompt: Sequence[int], steps: int) -> Seen | None:
         return None if request.finish_reason is not None else look(engine, request)
     finally:
         blocks = [] if request.table is None else list(request.table.blocks)
+        slots = [] if request.state_slot is None else [request.state_slot]
         engine.abort([request])
+        for state in () if engine.states is None else engine.states.tensors:
+            state[slots] = 0
         for tensor in map(raw, engine.tensors):
             tensor[blocks] = 0
 
@@ -154,7 +162,8 @@ def look(engine: Engine, request: Request) -> Seen:
     cache = [read(tensor, where, torch.float32)[0, :count].clone() for tensor in engine.tensors]
     likely = request.logprobs[-1] if request.logprobs else None
     found = None if likely is None else {token: each.logprob for token, each in likely.items()}
-    return Seen(request.tokens[:count], cache, request.tokens[count], found)
+    states = [] if engine.states is None else [state[request.state_slot].clone() for state in engine.states.tensors]
+    return Seen(request.tokens[:count], cache, request.tokens[count], found, states)
 
 
 def compare(
@@ -172,6 +181,16 @@ def compare(
     check_choice(decoded, whole, model, allowed[-1])
     worst = max(range(len(found)), key=lambda index: found[index] / allowed[index])
     return found[worst], allowed[worst]
+
+
+def compare_states(decoded: Seen, whole: Seen, model: str, recurrences: Sequence[str], allowed: float) -> None:
+    """What recurrent layers have after the last token."""
+    for name, ours, right in zip(recurrences, decoded.states, whole.states, strict=True):
+        apart = float(distance(ours, right))
+        if not apart <= allowed:
+            raise mismatch(
+                model, f"the recurrent states of {name}", apart, allowed, "keys and values were not looked at"
+            )
 
 
 def check_choice(decoded: Seen, whole: Seen, model: str, limit: float) -> None:

@@ -34,6 +34,7 @@ from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device
 from graft.ops.launch import float8_missing
 from graft.ops.layout import check_graph
+from graft.ops.packed_states import StateShape
 from graft.passes.base import BaseTransform, Context
 from graft.passes.config import DEFAULTS, ConfigLayer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.passes.library.quantize.quantization import release
@@ -69,6 +70,8 @@ class Transformed:
     report: Report
     layers: tuple[LayerShape, ...]  # of the cache
     layer_names: tuple[str, ...]
+    states: tuple[StateShape, ...]  # of recurrent layers
+    state_names: tuple[str, ...]
     block_size: int
     content: str  # what a cached block depends on beside its tokens
     quantized: Saving | None
@@ -171,6 +174,8 @@ def transform(
         report,
         layers=layers,
         layer_names=context.outputs["kv_cache_layers"],
+        states=context.outputs.get("state_cache", ()),
+        state_names=context.outputs.get("state_cache_layers", ()),
         block_size=context.block_size,
         content=fingerprint(model, gm, cache_dtype, latent=any(layer.tensors == 1 for layer in layers)),
         quantized=context.outputs.get("quantized"),
@@ -233,7 +238,7 @@ def overlay(model: LoadedModel) -> ConfigLayer | None:
 
 
 def require_cache(config: PipelineConfig) -> None:
-    for name in ("last_token_logits", "insert_kv_cache"):
+    for name in ("last_token_logits", "insert_kv_cache", "insert_state_cache"):
         if name not in config.transforms or not config.transforms[name].enabled:
             raise UsageError(
                 f"the engine needs the transform {name}; enable it, or use graft.compile without an engine"

@@ -26,8 +26,8 @@ Where = Literal["graft", "aten", "inductor", "installed"]
 ROOT = Path(graft.__file__).parent.parent
 # They change what a graph computes, or write kernels of their own: not what exists for a piece.
 NOT_FOR_PIECES = (
-    *("last_token_logits", "insert_kv_cache", "update_state_in_place", "merge_qkv", "merge_gate_up"),
-    "merge_gemms",
+    *("last_token_logits", "insert_kv_cache", "insert_state_cache", "update_state_in_place"),
+    *("merge_qkv", "merge_gate_up", "merge_gemms"),
     *("quantize_linear", "widen_linear", "schedule_streams", "tabulate_rope"),
 )
 

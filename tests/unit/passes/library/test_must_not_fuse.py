@@ -23,7 +23,7 @@ CONFIG = load_config()
 TRANSFORMS = [TransformRegistry.get(name)(CONFIG.transforms[name]) for name in TransformRegistry.names()]
 # those for a device run in decode steps alone, on a batch's layout: their negatives are in their own files; so are
 # those of a transform that adds inputs, and of one for a kind of CPU
-OWN = ("insert_kv_cache", "widen_linear")
+OWN = ("insert_kv_cache", "insert_state_cache", "widen_linear")
 PATTERN_KINDS = [t for t in TRANSFORMS if isinstance(t, PatternTransform) and t.name not in OWN]
 KINDS = [t for t in PATTERN_KINDS if not hasattr(t.config, "devices")]
 PATTERNS = [(t, rewrite, path) for t in KINDS for rewrite in t.rewrites() for path in variants(rewrite)]
