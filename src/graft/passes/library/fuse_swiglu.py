@@ -27,6 +27,10 @@ def in_float(gate: Tensor, up: Tensor) -> Tensor:
     return (activated(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
 
 
+def gate_in_float(gate: Tensor, up: Tensor) -> Tensor:
+    return (activated(gate.to(torch.float32)) * up).to(gate.dtype)
+
+
 def from_float(gate: Tensor, up: Tensor) -> Tensor:
     return activated(gate.to(torch.float32)).to(gate.dtype) * up
 
@@ -122,6 +126,7 @@ REFUSED = (
 REWRITES = (
     Rewrite(plain, fused, SHAPES, not_between_casts, needs=(ACTIVATION,)),
     Rewrite(in_float, fused_in_float, SHAPES, same_kind, needs=(ACTIVATION, aten.to.dtype)),
+    Rewrite(gate_in_float, fused_in_float, SHAPES, same_kind, needs=(ACTIVATION, aten.to.dtype)),
     Rewrite(from_float, fused, SHAPES, same_kind, needs=(ACTIVATION, aten.to.dtype), exact=False),
     Rewrite(silu_by_hand, silu_fused, SHAPES, same_kind, needs=(aten.sigmoid.default,), exact=False),
     Rewrite(gelu_tanh_by_hand, gelu_tanh_fused, WIDE, is_float, needs=TANH, exact=False),
