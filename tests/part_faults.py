@@ -60,4 +60,29 @@ PART_FAULTS = [
         "norms=attends",
         "unit/passes/library/test_shard_tensor_parallel.py::test_the_ranks_together_give_what_one_gives",
     ),
+    # ── latent attention ────────────────────────────────────────────────────────────────────────────────────────
+    fault(
+        "passes/library/attention/absorb_latent_attention.py",
+        "start == 0 and end == start_v and",
+        "start == 0 and",
+        "unit/passes/library/attention/test_absorb_latent_attention.py",
+    ),
+    fault(
+        "ops/latent_attention/reference.py",
+        "[:, sizes.nope :]",
+        "[:, : sizes.value]",
+        "unit/ops/test_latent_attention.py::test_absorbed_and_expanded_are_the_same_and_need_all_of_the_row",
+    ),
+    fault(
+        "engine/setup/stages.py",
+        "latent=any(layer.tensors == 1 for layer in layers)",
+        "latent=False",
+        "unit/engine/test_latent_cache.py::test_one_row_a_token_is_kept_and_counted",
+    ),
+    fault(
+        "ops/paged_latent_attention/native_absorbed.h",
+        "total += by[part] * from[a.rank + 1];",
+        "total += from[a.rank + 1];",
+        "unit/backends/test_native_attention.py",
+    ),
 ]

@@ -50,7 +50,7 @@ class Latent(nn.Module):
         own, values = self.parts(kv)
         keys = torch.cat([own, self.shared(rope.view(b, 1, s, ROPE), b, s)], dim=-1)
         out = ops.attention(q, keys, values, None, 0.3, *self.more)
-        return self.result(out.reshape(b, s, H * WIDE), latent, kv)
+        return self.result(out.flatten(2), latent, kv)
 
     def latent(self, row):
         return row
@@ -97,7 +97,7 @@ class OwnRotatedParts(Latent):
 
 class OtherValues(Latent):
     def parts(self, kv):
-        return kv[..., :NOPE], kv[..., NOPE - 1 : -1]
+        return kv[..., :NOPE], kv[..., NOPE - 1 :]
 
 
 class ValuesFirst(Latent):
