@@ -37,7 +37,7 @@ sanitize: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "" tests/unit/backends/test_native_sanitizers.py
 	OMP_NUM_THREADS=1 GRAFT_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1" \
 	  GRAFT_NATIVE_CACHE_DIR="$$(mktemp -d)" ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" \
-	  $(BIN)/python -m pytest -p no:xdist -m "" tests/unit/backends/test_native_kernels.py tests/unit/backends/test_native_attention.py \
+	  $(BIN)/python -m pytest -p no:xdist -m "" tests/unit/backends/test_native_kernels.py tests/unit/backends/test_native_attention.py tests/unit/backends/test_native_experts.py \
 	  tests/unit/backends/test_native_rows.py "tests/e2e/test_native_families.py" -k "not families or llama or gpt_oss or gemma-2"
 
 # the property tests with examples that no run has seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 from graft.ops.cases import randn
 from graft.ops.moe_experts.reference import gated, weighted_sum
 from graft.weights.stacked import StackLayout, pack_stacked, unpack_expert
+from native_build import OPS, compiled, targets
 from native_cases import Built, compile_all, graph_of, needs_compiler, poisoned
 
 pytestmark = needs_compiler
@@ -106,6 +108,35 @@ def test_packed_experts_agree_with_float64_and_another_experts_tiles_do_not(inde
     assert off(found, expected(args)) < BOUND
     assert off(found, expected(args, neighbour=1)) > 100 * BOUND
     assert torch.equal(made.run(*made.inputs)[0], found), "every call gives the same bits"
+
+
+LATE = """
+#include "ops/moe_experts/native_packed.h"
+using namespace graft;
+
+// numbers: the chunk that is left, experts, f, d, tokens. arrays: ids, scratch. Nothing else is there to be read.
+extern "C" void late(void** arrays, const int64_t* number) {
+  float* const ids = static_cast<float*>(arrays[0]);
+  PackedExpertsArgs a{};
+  a.rows = number[4], a.experts = number[1], a.f = number[2], a.d = number[3];
+  a.ids = View{ids, 2, 1, 2, 2};
+  a.shared = static_cast<float*>(arrays[1]);
+  Team team(1);
+  std::atomic<int64_t> next{number[0]};
+  packed_up<WeightQ8>(team, 0, next, a, static_cast<float*>(arrays[1]));
+  next = number[0];
+  packed_down<WeightQ4>(team, 0, next, a, static_cast<float*>(arrays[1]));
+}
+"""
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_thread_that_comes_late_reads_nothing(tokens):
+    """The arena's memory of the ids may hold other numbers by then."""
+    library = compiled(LATE, ("late",), targets()[0], (f"-I{OPS.parent}",))
+    garbage, scratch = np.full(2 * tokens, 1e9, np.float32), np.full(4096, 7, np.float32)
+    library.call("late", [garbage, scratch], [10_000, 4, 32, 64, tokens])
+    assert (scratch == 7).all()
 
 
 def test_a_tokens_numbers_do_not_depend_on_the_others():
