@@ -284,6 +284,11 @@ def reset_compiler() -> None:
     torch._dynamo.reset()
 
 
+def compiled_graphs() -> int:
+    """How many graphs Dynamo has given to backends in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 @contextmanager
 def refuse_recompiles() -> Iterator[None]:
     """Within it, a function that was compiled before and would be compiled again raises Recompiled."""

@@ -135,18 +135,17 @@ def with_time(kernel: KernelRecord, found: Any) -> KernelRecord:
     )  # fmt: skip
 
 
-def launches_of(seen: SeenKernels, graph: str) -> dict[str, tuple[int, list[str]]]:
-    """By kernel how often it is launched and the nodes that it computes."""
-    found: dict[str, tuple[int, list[str]]] = {}
+def launches_of(seen: SeenKernels, graph: str) -> dict[str, list[tuple[str, ...]]]:
+    """By kernel the nodes that each launch of it computes."""
+    found: dict[str, list[tuple[str, ...]]] = {}
     for number, name, nodes in seen.launches:
         if number == graph:
-            times, before = found.get(name, (0, []))
-            found[name] = times + 1, [*before, *nodes]
+            found.setdefault(name, []).append(nodes)
     return found
 
 
 def kernels_of(
-    graph: str, code: str, launches: Mapping[str, tuple[int, list[str]]], last: Sequence[StageGraph]
+    graph: str, code: str, launches: Mapping[str, Sequence[tuple[str, ...]]], last: Sequence[StageGraph]
 ) -> list[KernelRecord]:
     lines = {node.name: node.line for one in last if one.graph == graph for node in one.nodes}
     tree = ast.parse(code)
@@ -154,13 +153,15 @@ def kernels_of(
     called = list(read_calls(tree))
     found = []
     for name in dict.fromkeys([*written, *launches, *called]):
-        times, nodes = launches.get(name, (0, []))
+        by_launch = launches.get(name, ())
+        nodes = dict.fromkeys(node for one in by_launch for node in one)
         kernel = written.get(name)
         language = kernel.language if kernel else "extern" if name.startswith("extern_kernels.") else "op"
         where = tuple(dict.fromkeys(line for node in nodes if (line := lines.get(node))))
-        count = times or called.count(name) or 1
+        count = len(by_launch) or called.count(name) or 1
         source = kernel.source if kernel else ""
-        found.append(KernelRecord(graph, name, language, count, tuple(dict.fromkeys(nodes)), where, source))
+        apart = tuple(by_launch) if len(by_launch) > 1 else ()
+        found.append(KernelRecord(graph, name, language, count, tuple(nodes), where, source, by_launch=apart))
     return found
 
 

@@ -236,6 +236,7 @@ class KernelRecord:
     spills: int | None = None
     shared: int | None = None
     tile: str = ""
+    by_launch: tuple[tuple[str, ...], ...] = ()  # the nodes of each launch, where there are several
 
 
 @dataclass(frozen=True)

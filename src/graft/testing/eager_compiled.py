@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graft.backends.inductor import reset_compiler, trust_instruction_sets
+from graft.backends.inductor import compiled_graphs, reset_compiler, trust_instruction_sets
 from graft.ir.storage import storage_id
 from graft.testing.failure import failure
 from graft.testing.fusion import Tried, as_module, name_of
@@ -31,9 +31,10 @@ def assert_compiled_like_eager(
 ) -> None:
     """The function compiled by torch.compile does what it does in eager, in `dtype` on `device`.
 
-    Compared are the numbers of results and of arguments that it writes, to so many roundings of the dtype; strides of
-    results; which results and arguments share memory; with `gradients`, those of all floating arguments and
-    parameters. wrong: a function that is a little wrong, whose results the same comparison must reject.
+    Compared are the numbers of results, and of arguments and buffers afterwards, to so many roundings of the dtype;
+    results that are no tensors; strides of results; which results and arguments share memory; with `gradients`, those
+    of all floating arguments and parameters. wrong: a function that is a little wrong, whose results the same
+    comparison must reject.
     """
     __tracebackhide__ = True
     trust_instruction_sets()
@@ -43,10 +44,19 @@ def assert_compiled_like_eager(
     try:
         module = placed(function, dtype, device)
         compiled = torch.compile(as_module(module), backend=backend, dynamic=dynamic)
+        before = compiled_graphs()
         got = run(compiled, moved(args, dtype, device), gradients, module)
+        if compiled_graphs() == before:
+            raise failure(
+                f"{name_of(function)} is compiled",
+                "Dynamo made no graph of it, and eager is like eager",
+                advice="graft stages ask breaks says why",
+            )
     finally:
         reset_compiler()
-    for what, left, right in (("strides", got[1], eager[1]), ("shared memory", got[2], eager[2])):
+    for what, left, right in (
+        ("strides", got[1], eager[1]), ("shared memory", got[2], eager[2]), ("other results", got[3], eager[3]),
+    ):  # fmt: skip
         if left != right:
             raise failure(
                 f"{what} of {name_of(function)} as in eager: {right}",
@@ -58,22 +68,26 @@ def assert_compiled_like_eager(
 
 def run(
     function: Callable[..., Any], args: tuple[Any, ...], gradients: bool, module: torch.nn.Module | None = None
-) -> tuple[list[Any], list[Any], set[tuple[str, str]]]:
-    """Numbers (results, arguments afterwards, gradients), strides of results, and pairs that share memory."""
+) -> tuple[list[Any], list[Any], set[tuple[str, str]], list[str]]:
+    """Numbers (results, arguments and buffers afterwards, gradients), strides of results, pairs that share memory,
+    and results that are no tensors."""
     given = copy.deepcopy(args)
     tensors = [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor)]
     leaves = [tensor for tensor in tensors if gradients and tensor.is_floating_point()]
     for leaf in leaves:
         leaf.requires_grad_()
     with torch.set_grad_enabled(gradients):
-        results = [value for value in pytree.tree_leaves(function(*given)) if isinstance(value, Tensor)]
+        returned = pytree.tree_leaves(function(*given))
+    results = [value for value in returned if isinstance(value, Tensor)]
+    others = [repr(value) for value in returned if not isinstance(value, Tensor)]
     owner = module if module is not None else function
+    buffers = list(owner.buffers()) if isinstance(owner, torch.nn.Module) else []
     if isinstance(owner, torch.nn.Module):
         leaves += [p for p in owner.parameters() if gradients and p.requires_grad]
     slopes = gradients_of(results, leaves) if gradients else []
     strides = [meaning_strides(result) for result in results]
-    numbers = [*(r.detach() for r in results), *(t.detach() for t in tensors), *slopes]
-    return numbers, strides, shared_memory(results, tensors)
+    numbers = [one.detach() for one in (*results, *tensors, *buffers)] + slopes
+    return numbers, strides, shared_memory(results, tensors), others
 
 
 def gradients_of(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:

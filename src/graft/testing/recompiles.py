@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from graft.api.compiled import CompiledModule
-from graft.backends.inductor import refuse_recompiles, reset_compiler
+from graft.backends.inductor import compiled_graphs, refuse_recompiles, reset_compiler
 from graft.base.errors import Recompiled
 from graft.testing.failure import failure
 
+NOTHING = "graft stages ask breaks says why it runs uncompiled; compile it after the reset that this helper makes"
 ADVICE = (
     "free the size that varies (dynamic=True, torch._dynamo.mark_dynamic, dynamic_shapes), keep numbers that vary in"
     " tensors, or pass allowed=N if these compilations are meant"
@@ -64,16 +65,25 @@ def is_compiled(function: Callable[..., Any]) -> bool:
 def recompiled(
     function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], allowed: int
 ) -> tuple[int, list[str]] | None:
-    """The first call after those allowed that compiles, and Dynamo's reasons."""
+    """The first call after those allowed that compiles, and Dynamo's reasons. A frame that was never called before,
+    as of another function behind a graph break, is compiled anew without being compiled again."""
+    started = compiled_graphs()
     for index, args in enumerate(calls):
         if index < allowed:
             function(*args)
             continue
+        before = compiled_graphs()
+        if before == started:
+            raise failure("something is compiled", "Dynamo made no graph in the calls that may", advice=NOTHING)
         try:
             with refuse_recompiles():
                 function(*args)
         except Recompiled as error:
             return index, [line.strip() for line in str(error).splitlines() if line.strip()]
+        if (new := compiled_graphs() - before) > 0:
+            return index, [
+                f"{new} more graph{'s were' if new > 1 else ' was'} made, of code that no call before came to"
+            ]
     return None
 
 

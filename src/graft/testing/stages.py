@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graft.stages.follow import follow
+from graft.stages.follow import Trail, follow
 from graft.stages.story import AutotuneRecord, Story
 from graft.stages.tell import BackendName, tell_story
 from graft.testing.failure import failure
@@ -23,10 +23,21 @@ AUTOTUNE = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,TRITON,ATEN
 def story_for(
     function: Callable[..., Any], args: tuple[Any, ...], *, backend: BackendName = "inductor",
     dynamic: bool | None = None, mode: str | None = None, options: Mapping[str, Any] | None = None,
+    needed: Sequence[str] = (),
 ) -> Story:  # fmt: skip
-    """Of one call; a call that fails is a failure that says where."""
+    """Of one call; a call that fails is a failure that says where, and so is one of which nothing is compiled, or a
+    stage (`needed`) that cannot be watched with this torch: what is not seen would hold of itself."""
     __tracebackhide__ = True
     story = tell_story(function, [args], backend=backend, dynamic=dynamic, mode=mode, options=options, whole=False)
+    unseen = {getattr(story, name).problem for name in ("dynamo", *needed) if getattr(story, name).problem}
+    if unseen and story.end is None:
+        breaks = [f"{one.line}: {one.reason}" for one in story.dynamo.breaks]
+        raise failure(
+            f"{story.target} is compiled, and seen",
+            "; ".join(unseen),
+            breaks,
+            advice="of what is not there nothing holds",
+        )
     if story.end is not None:
         where = f"stage {story.end.stage}, {story.end.doing}" if story.end.stage else story.end.doing
         raise failure(f"{story.target} compiles and runs", f"{where}: {story.end.error}", advice="correct that first")
@@ -56,7 +67,7 @@ def assert_kernel_count(
 ) -> None:
     """Inductor's own code launches so many kernels; matmuls and ops that it calls beside them do not count."""
     __tracebackhide__ = True
-    story = story_for(function, args, options=options, dynamic=dynamic)
+    story = story_for(function, args, options=options, dynamic=dynamic, needed=("kernels",))
     kernels = [kernel for kernel in story.kernels.kernels if kernel.source]
     launches = sum(kernel.launches for kernel in kernels)
     if launches != count:
@@ -74,13 +85,13 @@ def assert_fused_together(
     options: Mapping[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> None:
-    """Some kernel computes something of each place."""
+    """Some launch of a kernel computes something of each place. Calls (a matmul) are no kernels of Inductor's."""
     __tracebackhide__ = True
     if len(places) < 2:
         raise ValueError("one place is always together with itself; name two or more")
-    story = story_for(function, args, options=options, dynamic=dynamic)
+    story = story_for(function, args, options=options, dynamic=dynamic, needed=("post_grad", "kernels"))
     found = [follow(story, place) for place in places]
-    shared = set.intersection(*({(t.graph, name) for t in trails for name in t.kernels} for trails in found))
+    shared = set.intersection(*(launches_with(story, trails) for trails in found))
     if not shared:
         lines = [f"{place}: {', '.join(n for t in trails for n in t.kernels) or trails[0].gone}"
                  for place, trails in zip(places, found, strict=True)]  # fmt: skip
@@ -91,6 +102,19 @@ def assert_fused_together(
             [*lines, *why],
             advice="graft stages ask fusion says why two nodes are apart",
         )
+
+
+def launches_with(story: Story, trails: Sequence[Trail]) -> set[tuple[str, str, int]]:
+    """Graph, kernel and number of each launch of generated code that computes some of it: equal layers launch one
+    kernel several times, for different nodes."""
+    return {
+        (kernel.graph, kernel.name, number)
+        for trail in trails
+        for kernel in story.kernels.kernels
+        if kernel.graph == trail.graph and kernel.source
+        for number, nodes in enumerate(kernel.by_launch or (kernel.nodes,))
+        if set(nodes) & set(trail.post_grad)
+    }
 
 
 def assert_no_copies(
@@ -105,7 +129,8 @@ def assert_no_copies(
     allowed_bytes: copies that are meant. Sizes that are symbols count as more than any number.
     """
     __tracebackhide__ = True
-    copies = story_for(function, args, options=options, dynamic=dynamic).scheduling.copies
+    needed = ("functional", "post_grad", "scheduling")
+    copies = story_for(function, args, options=options, dynamic=dynamic, needed=needed).scheduling.copies
     sizes = [one.bytes if isinstance(one.bytes, int) else float("inf") for one in copies]
     if sum(sizes) > allowed_bytes:
         raise failure(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.async_compile import AsyncCompile
 
 import stage_programs as programs
+from graft.stages import watch
 from graft.testing import (
     assert_compiled_like_eager,
     assert_cudagraphed,
@@ -13,6 +15,7 @@ from graft.testing import (
     assert_kernel_count,
     assert_no_copies,
     assert_no_graph_breaks,
+    assert_no_recompiles,
     autotune_choices,
     matrix,
 )
@@ -134,3 +137,81 @@ def test_a_stage_that_cannot_be_watched_is_a_skip(monkeypatch):
     assert "there is no such stage; did you mean 'caches'" in stage_problem("cache")
     monkeypatch.setitem(watch.ADAPTERS, "scheduling", ("torch._inductor.scheduler:Gone",))
     assert "has no torch._inductor.scheduler:Gone" in stage_problem("scheduling")
+
+
+def skipped(x):
+    """A break in a loop: Dynamo leaves the whole function uncompiled."""
+    for _ in range(2):
+        x = x + 1
+        print("step")
+    return x
+
+
+def layers(x, w):
+    for _ in range(2):
+        x = torch.tanh(x) @ w
+    return x
+
+
+def by_name(x, which):
+    print("a break")
+    return MORE[which](x)
+
+
+MORE = {"sin": lambda x: x.sin(), "cos": lambda x: x.cos()}
+
+
+@pytest.mark.parametrize("check", [assert_no_copies, lambda f, x: assert_kernel_count(f, x, count=0)])
+def test_nothing_holds_of_what_is_not_compiled(check):
+    with pytest.raises(
+        AssertionError, match=r"is compiled, and seen\n.*nothing was compiled(.*\n)+.*graph break in loop"
+    ):
+        check(skipped, X)
+    with pytest.raises(AssertionError, match="Dynamo made no graph"):
+        assert_compiled_like_eager(skipped, (X,))
+    with pytest.raises(AssertionError, match="Dynamo made no graph"):
+        assert_no_recompiles(skipped, [(X,), (X,)])
+
+
+def test_nothing_holds_of_a_stage_that_is_not_watched(monkeypatch):
+    monkeypatch.setitem(watch.ADAPTERS, "scheduling", ("torch._inductor.scheduler:Gone",))
+    with pytest.raises(AssertionError, match=r"is compiled, and seen\n.*has no torch._inductor.scheduler:Gone"):
+        assert_no_copies(chain, X)
+
+
+def test_two_launches_of_one_kernel_are_not_one_kernel(monkeypatch):
+    """Equal layers launch the same code; matmuls are calls by one name."""
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_args, **_kwargs: lambda *_given: None)
+    w = torch.eye(8)
+    for pair in (("%tanh", "%tanh_1"), ("%mm", "%mm_1")):
+        with pytest.raises(AssertionError, match="no kernel has them all"):
+            assert_fused_together(layers, (X, w), *pair)
+    assert_fused_together(chain, (X,), "%sin", "%cos")
+
+
+def test_a_frame_that_no_call_came_to_before_is_compiled_anew():
+    assert_no_recompiles(by_name, [(X, "sin"), (X, "sin")])
+    with pytest.raises(AssertionError, match=r"call 2 .* compiled again"):
+        assert_no_recompiles(by_name, [(X, "sin"), (X, "cos")])
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return x * 2, 3
+
+
+def test_buffers_and_results_that_are_no_tensors_are_compared():
+    def backend(gm, _inputs):
+        def run(*args):
+            return [one.clone() for one in gm(*[arg.clone() for arg in args])]  # writes to a copy
+
+        return run
+
+    assert_compiled_like_eager(Counting(), (X,), backend="eager")
+    with pytest.raises(AssertionError):
+        assert_compiled_like_eager(Counting(), (X,), backend=backend)
