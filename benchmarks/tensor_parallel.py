@@ -116,7 +116,7 @@ def measure(model: str, world: int, batch: int, new: int, backend: str) -> dict[
 
 
 def in_turns(model: str, batches: list[int], new: int, backend: str, repeats: int) -> list[dict[str, Any]]:
-    """2 ranks with 1 thread each and 1 rank with 2, repeat by repeat in turns."""
+    """2 ranks with 1 thread each and 1 rank with 2, repeat by repeat in turns: what else runs here hits both."""
     import torch
 
     import graft

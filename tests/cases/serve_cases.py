@@ -73,9 +73,9 @@ def tiny_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def poll(found: Callable[[], Any]) -> Any:
+def poll(found: Callable[[], Any], patience: float = PATIENCE) -> Any:
     """What `found` gives once that is true; it is asked again and again, long enough for any machine."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while not (result := found()):
         assert time.monotonic() < end, "it never came"
         time.sleep(0.01)

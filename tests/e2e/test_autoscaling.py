@@ -51,8 +51,12 @@ def url(tmp_path_factory):
             assert process.wait(PATIENCE) == 0
 
 
+def wait_for(client, count):
+    """Until so many replicas tell of themselves; either gateway answers. A start takes a minute on a busy machine."""
+    poll(lambda: len(replicas(client)) == count, 4 * PATIENCE)
+
+
 def replicas(client):
-    """Those that tell of themselves, by name; either gateway answers."""
     text = client.get("/metrics").text
     return set(re.findall(r'^vllm:num_requests_running{replica="(\w+)"', text, re.M))
 
@@ -69,15 +73,15 @@ def test_replicas_come_with_the_load_and_go_after_it(url):
                     failed.append(answer.text)
 
     with http_client(url) as client:
-        poll(lambda: len(replicas(client)) == 1)
+        wait_for(client, 1)
         with ThreadPoolExecutor(6) as pool:
             futures = [pool.submit(ask, number) for number in range(6)]
             try:
-                poll(lambda: len(replicas(client)) == 2)
+                wait_for(client, 2)
             finally:
                 over.set()
             for future in futures:
                 future.result()
         assert not failed, failed[0]
-        poll(lambda: len(replicas(client)) == 1)
+        wait_for(client, 1)
         assert client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 2}).status_code == 200
