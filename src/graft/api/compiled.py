@@ -48,7 +48,7 @@ def kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
         return value.dtype, value.device, value.shape, value.is_contiguous() if strided else value.layout
-    return type(value), value
+    return type(value), repr(value) if isinstance(value, float) else value
 
 
 class CompiledModule(torch.nn.Module):

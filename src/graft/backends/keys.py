@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from graft.backends.buffers import address_of
-from graft.base.errors import UsageError
+from graft.base.errors import CaptureRefused, UsageError
 
 BOUND, STAGED, VALUE = "bound", "staged", "value"
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 Token = tuple[str, Any, Any]  # how it is passed, address or value, layout
 
 
@@ -22,6 +23,7 @@ class Key:
     inputs: tuple[Token, ...]
     state: StateKey
     constants: tuple[Token, ...] = ()  # state in host memory: a capture holds its values
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)  # of what a graph makes without a dtype
 
     @property
     def tokens(self) -> tuple[Token, ...]:
@@ -124,6 +126,11 @@ class Arguments:
             arg = args[index]
             if not isinstance(arg, torch.Tensor):
                 tokens.append(value(arg))
+            elif type(arg) not in PLAIN:
+                raise CaptureRefused(
+                    f"{self.name(index)} is a {type(arg).__name__}, a tensor class of its own, and a replay works on"
+                    " plain memory; use backend='eager' or 'inductor' for it"
+                )
             elif index in self.written or address_of(arg) in shared:
                 tokens.append(bound(arg))
             else:
@@ -132,7 +139,8 @@ class Arguments:
 
     def changes(self, old: Key, new: Key) -> str:
         """What differs from the call before: `input x: new shape (2, 1, 8), was (4, 1, 8); …`."""
-        texts = [
+        defaults = f"default dtype {new.default}, was {old.default}"
+        texts = [defaults] * (old.default is not new.default) + [
             f"{self.name(index)}: {change(was, now, index >= len(self.inputs))}"
             for index, (was, now) in enumerate(zip(old.tokens, new.tokens, strict=True))
             if was != now

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graft
-from graft.base.errors import AutocastRefused, UsageError
+from graft.base.errors import AutocastRefused, CaptureRefused, UsageError
 
 
 class Norms(nn.Module):
@@ -55,6 +55,43 @@ def test_a_mode_that_a_loaded_or_frozen_module_lacks_is_refused(tmp_path):
         loaded.train()
     with pytest.raises(UsageError, match=r"the module norm is in training mode.*frozen"):
         compiled.train()(X)
+
+
+@pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
+def test_the_default_dtype_is_that_of_the_call(backend):
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(3) + x / 2
+
+    x = torch.ones(3, dtype=torch.int64)
+    compiled = graft.compile(forward, (x,), backend=backend)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            found = compiled(x)
+            assert found.dtype is dtype and torch.equal(found, forward(x))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    if compiled.replays is not None:
+        assert compiled.replays.events[-1] == "capture 2: default dtype torch.float64, was torch.float32"
+
+
+def test_a_tensor_class_of_its_own_is_no_memory_to_replay():
+    class Tagged(torch.Tensor):
+        pass
+
+    compiled = graft.compile(torch.neg, (X,), backend="cuda_graph")
+    with pytest.raises(CaptureRefused, match=r"is a Tagged, a tensor class of its own.*backend='eager'"):
+        compiled(X.as_subclass(Tagged))
+    assert type(graft.compile(torch.neg, (X,), backend="eager")(X.as_subclass(Tagged))) is Tagged
+
+
+def test_numbers_that_are_fixed_are_told_by_their_text():
+    compiled = graft.compile(lambda x, n: x / n, (X, 0.0), backend="eager")
+    assert compiled(X, 0.0)[0, 0] == torch.inf
+    with pytest.raises(UsageError, match=r"n is -0.0, but 0.0 is fixed"):
+        compiled(X, -0.0)
+    nan = graft.compile(lambda x, n: x * n, (X, float("nan")), backend="eager")
+    assert nan(X, -float("nan")).isnan().all()
 
 
 def test_an_exported_program_stays_in_its_mode():

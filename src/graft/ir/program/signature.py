@@ -194,7 +194,7 @@ def kind_problem(leaf: Leaf, dtype: torch.dtype | None, value: Any) -> str | Non
         if leaf.symbolic:
             number = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
             return None if number else f"is {value!r}, but was a number"
-        same = type(value) is type(leaf.value) and value == leaf.value
+        same = type(value) is type(leaf.value) and same_value(value, leaf.value)
         return None if same or value is leaf.value else f"is {value!r}, but {leaf.value!r} is fixed in the graph"
     if not isinstance(value, torch.Tensor):
         return f"is {type(value).__name__}, but was a tensor"
@@ -207,6 +207,11 @@ def kind_problem(leaf: Leaf, dtype: torch.dtype | None, value: Any) -> str | Non
     if value.dim() != len(leaf.shape) or sizes != fixed:
         return f"has the shape {tuple(value.shape)}, but was captured as {leaf.text()}"
     return None
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Floats by their text: nan is nan, and -0.0 is not 0.0."""
+    return repr(left) == repr(right) if isinstance(left, float) else left == right
 
 
 def free_sizes(leaf: Leaf, value: Any) -> Iterable[tuple[str, str, int]]:
