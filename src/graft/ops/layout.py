@@ -135,8 +135,8 @@ def check_graph(graph: Graph) -> None:
     if found != wanted:
         raise LayoutError(
             f"the engine passes {', '.join(NAMES)}, the caches of each layer, and slots and states of recurrent"
-            f" layers, but the graph takes {', '.join(found)}; last_token_logits, insert_kv_cache and insert_state_cache"
-            " have to run in this order, and no transform may add inputs"
+            f" layers, but the graph takes {', '.join(found)}; last_token_logits, insert_kv_cache and"
+            " insert_state_cache have to run in this order, and no transform may add inputs"
         )
 
 
