@@ -2,6 +2,8 @@
 
 Where a kernel calls a function of its own, the interpreter goes through all members of the language again, of which
 none is left to replace: a third of the time of such tests. And it makes a table of dtypes whenever it looks at one.
+Each sum and product of integers is computed again in 64 bits, for an assertion that is left out unless a kernel is
+debugged; and each tensor has a shape made anew, with a constant for every size: a fifth of the time each.
 """
 
 from __future__ import annotations
@@ -51,3 +53,43 @@ def patch_once() -> None:
         return dtypes[dtype]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_language, np_dtype
+    check_overflow_where_it_is_asserted()
+    make_shapes_once()
+
+
+def check_overflow_where_it_is_asserted() -> None:
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_sanitize_overflow_impl
+
+    def in_debugging(self: Any, *operation: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *operation)
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = in_debugging
+
+
+def make_shapes_once() -> None:
+    """A shape is made for the first tensor that has it, and for the first type."""
+    from triton.language.core import block_type, constexpr, tensor
+
+    make, make_type = tensor.__init__, block_type.__init__
+    shapes, types = dict[tuple[int, ...], tuple[Any, Any]](), dict[tuple[Any, ...], tuple[Any, ...]]()
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            make(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(n.value if isinstance(n, constexpr) else n for n in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = types[key]
+
+    tensor.__init__, block_type.__init__ = init, init_type
