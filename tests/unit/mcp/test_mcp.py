@@ -179,14 +179,21 @@ def test_reports_and_repros_of_a_dump(tmp_path):
     assert told["schema"] == "stages-ask/1" and told["answer"]
 
 
-def test_errors_and_limits_are_answers(tmp_path):
-    async def work(client):
-        wrong = await client.call_tool("explain", {"model": "tiny-lama", "transform": "fuse_rope"})
-        return wrong.structured_content
-
-    wrong = with_client(make_server(Workspace(tmp_path)), work)
+@pytest.mark.exhaustive  # test_errors_and_limits_are_answers: an error of a command that imports no torch
+def test_a_wrong_name_is_told_to_the_client(tmp_path):
+    wrong = with_client(make_server(Workspace(tmp_path)), explained)
     assert not wrong["ok"] and wrong["exit_code"] == 2 and "did you mean 'tiny-llama'" in wrong["error"]
-    late = with_client(make_server(Workspace(tmp_path), 0.01), work)
+
+
+async def explained(client):
+    return (await client.call_tool("explain", {"model": "tiny-lama", "transform": "fuse_rope"})).structured_content
+
+
+def test_errors_and_limits_are_answers(tmp_path):
+    command = ("skills", "show", "graph-dum", "--json")
+    wrong = anyio.run(runner.run_verb, Workspace(tmp_path), command, 600.0)
+    assert not wrong["ok"] and wrong["exit_code"] == 2 and "did you mean 'graph-dump'" in wrong["error"]
+    late = with_client(make_server(Workspace(tmp_path), 0.01), explained)
     assert late["exit_code"] == -1 and "took longer than" in late["error"]
     with pytest.raises(UsageError, match="is not a folder"):
         Workspace(tmp_path / "nowhere")
