@@ -77,6 +77,7 @@ def compile_module(
     compiled._parts, compiled.training = parts, module.training
     # a cuda_graph looks up its state itself, and is captured again for another
     compiled._sources = ModuleCheck(module, "code" if variant.backend == "cuda_graph" else "all")
+    compiled._sources.watch_memory(module, [variant.graph_module])
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
     return begin_anew(compiled, settings.restart)
 

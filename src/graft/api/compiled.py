@@ -310,6 +310,8 @@ class CompiledModule(torch.nn.Module):
         variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
         variant = replace(variant, made_by=str(why), modes=self.modes())
         self.variants.append(variant)
+        if self._sources is not None:
+            self._sources.watch_memory(module, [known.graph_module for known in self.variants])
         self.variants[0] = replace(self.variants[0], report=self.joined_report(variant, why))
         self.initial |= initial_values(variant.graph_module, self.initial)
         return variant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from graft.base.errors import ChangedModule, ReplacedBuffer
 from graft.ir.program.own_code import functions, global_names
 from graft.ir.snapshot import NUMBERS
+from graft.ir.storage import storage_id
 
 Entry = tuple[dict[str, Any], str, Any, str, str]  # table, key, what it holds, the path, and what that is
 MISSING = object()
@@ -31,11 +32,22 @@ class ModuleCheck:
         tables = [(getattr(part, table), path) for path, part in parts for table in HOOKS]
         self.hooks = [] if what == "state" else [(table, len(table), path) for table, path in tables]
         self.bare = [table for table, count, _ in self.hooks if not count]
+        self.parts_of_weights: list[tuple[torch.Tensor, int, str]] = []
+
+    def watch_memory(self, module: torch.nn.Module, graphs: Sequence[torch.nn.Module]) -> None:
+        """A parameter that lies in a weight which a transform made (merged ones) has to stay there."""
+        held = [tensor for graph in graphs for tensor in (*graph.parameters(), *graph.buffers())]
+        own, storages = {id(tensor) for tensor in held}, {storage_id(tensor) for tensor in held} - {None}
+        parts = [(t, name) for name, t in module.named_parameters() if id(t) not in own and storage_id(t) in storages]
+        self.parts_of_weights = [(tensor, tensor.data_ptr(), name) for tensor, name in parts if not tensor.is_meta]
 
     def __call__(self) -> None:
         for table, key, value, name, kind in self.known:
             if table.get(key, MISSING) is not value:
                 refuse(table.get(key, MISSING), value, name, kind)
+        for tensor, address, name in self.parts_of_weights:
+            if tensor.data_ptr() != address:
+                raise ChangedModule(f"the memory of {name}", "was replaced (`.data = …`)")
         if any(self.bare):
             path = next(path for table, count, path in self.hooks if len(table) != count)
             raise ChangedModule(f"the module {path}" if path else "the module", "got a hook")

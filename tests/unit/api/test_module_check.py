@@ -63,6 +63,29 @@ def test_state_that_is_written_is_followed():
     assert torch.equal(compiled(torch.ones(3)), module(torch.ones(3)))
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
+def test_weights_that_were_merged_are_followed_or_refused(backend):
+    module, x = Gated(), torch.randn(2, 8)
+    compiled = graft.compile(module, (x,), backend=backend)
+    assert compiled.report.transforms["merge_gate_up"].status == "applied"
+    module.gate.weight.mul_(2)
+    module.down.weight.data = torch.randn(8, 8)
+    torch.testing.assert_close(compiled(x), module(x))
+    module.up.weight.data = torch.randn(8, 8)
+    with pytest.raises(ChangedModule, match=r"the memory of up.weight was replaced \(`.data = …`\) after compiling"):
+        compiled(x)
+
+
 TRANSFORMS: dict[str, Callable[..., object]] = {
     "vmap": lambda call, x: torch.func.vmap(call)(x.expand(2, 3)),
     "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
