@@ -9,10 +9,19 @@ import re
 
 import pytest
 import torch
+import torch._dynamo.guards
 import torch._dynamo.output_graph
 import torch._inductor.compile_fx
+import torch._inductor.debug
+import torch._inductor.ir
+import torch._inductor.output_code
+import torch._inductor.pattern_matcher
 import torch._inductor.scheduler
+import torch.fx.passes.graph_transform_observer
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor.codecache import FxGraphCache
+from torch._inductor.codegen import cpp, triton
+from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
 import stage_programs as programs
 from graft.stages import caches, dynamo, needs, tell, watch
@@ -25,11 +34,25 @@ from graft.stages.watch import ADAPTERS, missing_names, watching
 from graft.workbench.stages.text import story_lines
 from testing_kit_cases import Gated, X
 
+GraphTransformObserver = torch.fx.passes.graph_transform_observer.GraphTransformObserver
+WRITTEN = "set_kernel_post_grad_provenance_tracing"
 WATCHED = (
     (torch._dynamo.output_graph.OutputGraph, "call_user_compiler"),
+    (torch._dynamo.guards, "get_guard_fail_reason_helper"),
+    (torch._dynamo.guards, "guard_manager_testing_hook_fn"),
+    (torch._inductor.compile_fx, "_recursive_joint_graph_passes"),
     (torch._inductor.compile_fx, "_recursive_post_grad_passes"),
+    (GraphTransformObserver, "apply_graph_pass"),
+    (GraphTransformObserver, "apply_gm_pass"),
+    (torch._inductor.pattern_matcher.PatternMatcherPass, "apply"),
+    (torch._inductor.scheduler.Scheduler, "fuse_nodes"),
+    (torch._inductor.scheduler.Scheduler, "can_fuse"),
     (torch._inductor.scheduler.WhyNoFuse, "__call__"),
+    (torch._inductor.ir.ExternKernel, "copy_input"),
+    *((module, WRITTEN) for module in (torch._inductor.debug, cpp, triton)),
+    (torch._inductor.output_code.CompiledFxGraph, "post_compile"),
     (FxGraphCache, "_get_tmp_dir"),
+    (AOTAutogradCache, "_get_tmp_dir"),
 )
 
 
@@ -184,14 +207,24 @@ def test_grafts_fusions_are_told_in_their_place_and_once():
 
 
 def test_nothing_is_left_behind_and_nothing_is_there_before():
-    before = [inspect.getattr_static(owner, name) for owner, name in WATCHED]
-    logger = logging.getLogger("torch.__trace")
-    state = logger.level, logger.propagate, list(logger.handlers)
-    with watching():
-        during = [inspect.getattr_static(owner, name) for owner, name in WATCHED]
-    assert all(one is not two for one, two in zip(before, during, strict=True))
-    assert all(inspect.getattr_static(owner, name) is one for (owner, name), one in zip(WATCHED, before, strict=True))
-    assert (logger.level, logger.propagate, list(logger.handlers)) == state
+    """Not after an error within, either; so the collector costs nothing where it is not used."""
+
+    def state() -> list[object]:
+        loggers = [logging.getLogger(name) for name in ("torch.__trace", "torch._dynamo.convert_frame")]
+        found = [inspect.getattr_static(owner, name) for owner, name in WATCHED]
+        found += [
+            [type(one) for one in logger.handlers if type(one).__module__.startswith("graft")] for logger in loggers
+        ]
+        savers = tuple(get_algorithm_selector_cache().feedback_saver_fns)
+        return [*found, savers, torch._inductor.config.trace.provenance_tracking_level]
+
+    before, trace = state(), logging.getLogger("torch.__trace")
+    alone = trace.level, trace.propagate
+    with pytest.raises(RuntimeError, match="within"), watching():
+        during = state()
+        raise RuntimeError("within")
+    assert [index for index, (one, two) in enumerate(zip(before, during, strict=True)) if one == two] == []
+    assert state() == before and (trace.level, trace.propagate) == alone
 
 
 def test_a_stage_that_cannot_be_watched_says_so_and_the_others_are_told(monkeypatch):
