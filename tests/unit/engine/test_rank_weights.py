@@ -62,6 +62,24 @@ def test_one_that_reads_all_of_a_weight_is_found(tmp_path, monkeypatch):
     assert model.lazy.taken > 1.5 * sum(file.path.stat().st_size for file in model.lazy.files) / 2
 
 
+def bare(shape, dtype, device):
+    """As on a GPU, where no pages can be promised: a storage of no bytes."""
+    made = torch.empty(tuple(shape), dtype=dtype, device=device)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def test_capture_and_transforms_need_no_memory(tmp_path, monkeypatch):
+    folder = saved(tmp_path, "llama")
+    _, expected = part_of(folder, 0, 2, ranks=1)
+    for home in ("graft.models.sliced", "graft.weights.lazy"):
+        monkeypatch.setattr(f"{home}.hollow", bare)
+    model, made = part_of(folder, 0, 2, ranks=2)
+    one, other = names_of(expected), names_of(made)
+    assert list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+    assert model.lazy.taken <= 1.05 * sum(file.path.stat().st_size for file in model.lazy.files) / 2
+
+
 def test_quantized_weights_are_made_of_the_part(tmp_path):
     folder = saved(tmp_path, "llama")
     _, expected = part_of(folder, 0, 2, ranks=1, quantize="int8")
