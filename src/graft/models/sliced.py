@@ -68,10 +68,10 @@ def sliced_model(
         local_files_only=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
+        trust_remote_code=False,
     )
-    own = (folder / GENERATION).is_file()
-    from_config: dict[str, Any] = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
-    model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True, **from_config)
+    if (folder / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_dict(read_object(folder / GENERATION))
     lazy = LazyWeights(files=tuple(files))
     put_hollow(model, lazy, device)
     return model, info, lazy

@@ -124,15 +124,12 @@ def bench(
     """Measure latency and throughput over batch sizes, beside Hugging Face eager and torch.compile."""
     check_options(ctx, serve)
     if serve is not None:
-        named = None if model == DEFAULT_MODEL else model
-        load = (clients, rate, requests, prompt, new, endpoint)
-        return bench_server(serve, named, *load, api_key, extra_body, plot, as_json)
+        load = (clients, rate, requests, prompt, new, endpoint, api_key, extra_body)
+        return bench_server(serve, None if model == DEFAULT_MODEL else model, *load, plot, as_json)
     if start:
         return bench_start(ctx, model, dtype, device, quantize, repeats, as_json)
     if families:
         return bench_families(ctx, as_json)
-    from graft.bench.ranks import no_baselines
-
     target = checked_place(device, dtype)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
@@ -140,12 +137,10 @@ def bench(
         "tensor_parallel_size": tensor_parallel,
     }  # fmt: skip
     if throughput or preset:
-        loads = read_loads(throughput, preset, requests, rate)
-        more = {"max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
-        return under_load(model, loads, preset, plot, as_json, **given, **more)
+        given |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
+        return under_load(model, read_loads(throughput, preset, requests, rate), preset, plot, as_json, **given)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
-    asked_for = peers or given_by_user(ctx, "against")
-    plan = replace(plan, against=no_baselines(plan.against, asked_for, tensor_parallel))
+    plan = of_ranks(ctx, plan, peers, tensor_parallel)
     check(model, plan, backend, plot, kernels)
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
 
@@ -181,8 +176,11 @@ def bench_engine(
     report(result, plot, as_json)
 
 
-def given_by_user(ctx: typer.Context, name: str) -> bool:
-    return getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+def of_ranks(ctx: typer.Context, plan: BenchPlan, peers: bool, ranks: int) -> BenchPlan:
+    from graft.bench.ranks import no_baselines
+
+    asked = peers or getattr(ctx.get_parameter_source("against"), "name", "") == "COMMANDLINE"
+    return replace(plan, against=no_baselines(plan.against, asked, ranks))
 
 
 def checked_place(device: str, dtype: str) -> torch.device:
