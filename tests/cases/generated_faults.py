@@ -172,7 +172,6 @@ FAULTS = (
     GeneratedFault(PRODUCT, OP, "t.shape != call.x.shape or ", ""),
     GeneratedFault(PRODUCT, OP, " or t.dtype != call.x.dtype", ""),
     GeneratedFault(PRODUCT, OP, "_triton(x, y)", "_triton(y, x)"),
-    GeneratedFault(WIDE, OP, " or any(t.dtype != torch.float32 for t in (call.x,))", ""),
     GeneratedFault(WIDE, TRITON, "dtype=y.dtype", "dtype=x.dtype"),
     GeneratedFault(ADD_NORM, OP, "t.new_empty(t.shape)", "t.new_empty(t.shape[1:])"),
     GeneratedFault(ADD_NORM, OP, "for t in result)", "for t in result[:1])"),
