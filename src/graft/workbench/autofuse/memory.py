@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 MARGIN = 4096  # elements on both sides: a tile of Triton's elementwise kernels is 1024
-MARK = float("nan")
+MARK = 12345.0  # every second one, between NaN: a NaN that is written shows, too
 
 
 class GuardedMemory(TorchFunctionMode):
-    """While it is on, floats of torch.empty are NaN, with NaN on both sides of them."""
+    """While it is on, floats of torch.empty are NaN, with marks on both sides of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,9 @@ class GuardedMemory(TorchFunctionMode):
 
     def around(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         count = math.prod(shape)
-        whole = torch.full((count + 2 * MARGIN,), MARK, dtype=dtype, device=device)
+        whole = torch.full((count + 2 * MARGIN,), float("nan"), dtype=dtype, device=device)
+        for part in (whole[:MARGIN], whole[MARGIN + count :]):
+            part[::2] = MARK
         self.buffers.append((whole, count))
         return whole[MARGIN : MARGIN + count].view(*shape)
 
@@ -51,7 +53,8 @@ class GuardedMemory(TorchFunctionMode):
         """'' where every mark is there."""
         for whole, count in self.buffers:
             for side, part in (("before", whole[:MARGIN]), ("behind", whole[MARGIN + count :])):
-                lost = int((~part.isnan()).sum())
+                kept = torch.full_like(part[::2], MARK)
+                lost = int((part[::2] != kept).sum()) + int((~part[1::2].isnan()).sum())
                 if lost:
                     return f"{lost} numbers {side} a tensor were written over"
         return ""
