@@ -79,12 +79,13 @@ def engine_steps(llm: LLM, ids: Sequence[int], decoded: int) -> Iterator[list[Te
     count, block = len(ids), llm.engine.manager.block_size
     blocks = list(range(-(-count // block)))
     caches = [t.new_zeros((len(blocks), *t.shape[1:])) for t in llm.engine.tensors]
+    states = () if llm.engine.states is None else llm.engine.states.aside(1)
     prompt = count - decoded
     for first, last in ((0, prompt), *((at, at + 1) for at in range(prompt, count))):
         host = HostBatch()
         host.add(ids[first:last], first, blocks, block)
         host.logits_indices = list(range(last - first))
-        yield [*pack(host, llm.device).inputs(), *caches]
+        yield [*pack(host, llm.device).inputs(), *caches, *states]
 
 
 def logits_error(found: Tensor, exact: Tensor) -> float:

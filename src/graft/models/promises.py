@@ -60,7 +60,7 @@ def family_problem(config: Any) -> str:
     if cls is None:
         return "transformers has no causal language model for it"
     if getattr(cls, "_is_stateful", False):
-        return f"{cls.__name__} keeps a recurrent state from step to step, and graft carries keys and values alone"
+        return f"{cls.__name__} keeps a recurrent state from step to step that graft does not carry"
     if not getattr(cls, "_supports_attention_backend", False):
         return (
             f"{cls.__name__} computes attention in its own way (biases by distance instead of positions) and not"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ ATTENTION = (
     *(ops.rope_attention.default, ops.paged_attention.default, ops.cached_attention.default),
     ops.paged_latent_attention.default,
 )
+RECURRENT = (ops.stateful_causal_conv.default, ops.stateful_delta_rule.default)
 LOOKUPS = (aten.embedding.default, ops.packed_embedding.default)
 
 
@@ -175,6 +177,8 @@ def traffic(node: Node, point: Mapping[Any, int], shape: StepShape) -> tuple[Rea
         total += size
     if is_op(node, *ATTENTION):
         return "cache", total + cache_read(node, shape)
+    if is_op(node, *RECURRENT):
+        return "cache", total + state_traffic(node, shape)
     return reads, total
 
 
@@ -202,7 +206,7 @@ def nbytes(node: Node, point: Mapping[Any, int]) -> int:
 
 
 def is_cache(node: Node) -> bool:
-    return node.op == "placeholder" and bool(re.match(r"([kv]_(cache|scale)|latent_cache)", node.name))
+    return node.op == "placeholder" and bool(re.match(r"([kv]_(cache|scale)|latent_cache)|state_\d", node.name))
 
 
 def share_read(node: Node, weight: Node, shape: StepShape) -> float:
@@ -211,6 +215,12 @@ def share_read(node: Node, weight: Node, shape: StepShape) -> float:
         return 1.0
     chosen, experts = val(options_of(node)["ids"]).shape[1], val(weight).shape[0]
     return 1 - (1 - int(chosen) / int(experts)) ** shape.batch
+
+
+def state_traffic(node: Node, shape: StepShape) -> int:
+    """Recurrent states of every sequence, read and written."""
+    state = val(options_of(node)["state"])
+    return 2 * shape.batch * prod(int(size) for size in state.shape[1:]) * state.element_size()
 
 
 def cache_read(node: Node, shape: StepShape) -> int:

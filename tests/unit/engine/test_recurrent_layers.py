@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
-from conftest import resized, tiny
+from conftest import graph_of, resized, tiny
 from graft.base.errors import CacheMisuse, DecodeMismatch, OutOfMemory, UsageError
 from graft.engine.kv.events import Created
 from graft.engine.kv.states import StateCache, bytes_per_slot, slots_within
@@ -19,6 +19,8 @@ from graft.engine.setup.assemble import of_rank
 from graft.engine.setup.self_check import self_check
 from graft.engine.setup.stages import settings_for
 from graft.ops.packed_states import StateShape
+from graft.workbench.check import scenario
+from graft.workbench.cost import StepShape, state_traffic
 from marks import examples, short
 
 FAMILIES = short(["lfm2", "qwen3-next"], "lfm2")
@@ -238,6 +240,21 @@ def test_what_cannot_be_is_refused_by_name():
     place = SimpleNamespace(world=2, rank=0)
     with pytest.raises(UsageError, match="tiny-lfm2 has recurrent layers, whose states are not split among ranks"):
         of_rank(settings_for(model, None), model, place)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_graft_check_runs_has_a_state_for_each_sequence(family, monkeypatch):
+    """Prompts, chunks and decode steps over the transformed graph give the logits of the captured one."""
+    wanted, steps = scenario.logits(graph_of(tiny(family).module)), engine(family).graph_module
+    torch.testing.assert_close(scenario.logits(steps), wanted, rtol=1e-3, atol=1e-4)
+    monkeypatch.setattr(scenario, "slots_in", lambda batch: torch.zeros_like(batch.seq_lens))
+    assert not torch.allclose(scenario.logits(steps), wanted, atol=1e-1), "one slot for all is seen"
+
+
+def test_the_cost_of_a_step_counts_the_states_of_its_sequences():
+    gm = engine("lfm2").graph_module
+    (conv, *_) = [node for node in gm.graph.nodes if node.target is torch.ops.graft.stateful_causal_conv.default]
+    assert state_traffic(conv, StepShape(5, 100)) == 2 * 5 * 32 * 2 * 4
 
 
 @pytest.mark.exhaustive

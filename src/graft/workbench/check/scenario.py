@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graft.base.errors import DumpError
 from graft.ir.nodes import placeholders
-from graft.ops.layout import Batch, HostBatch, pack
+from graft.ops.layout import STATE_SLOTS, Batch, HostBatch, pack
 from graft.passes.numeric.execution import in_float64
 from graft.passes.numeric.inputs import widened
 from graft.workbench.discover.values import DTYPES, TENSOR, split
@@ -135,12 +135,12 @@ class Exact(Interpreter):
 def with_cache(gm: GraphModule, scenario: Scenario, run: Callable[..., Any]) -> list[Tensor]:
     """Step after step, with the caches as the steps before left them."""
     inputs = placeholders(gm.graph)
-    known = set(vars(pack(one_token(), cpu())))
+    known = set(vars(pack(one_token(), cpu()))) | {STATE_SLOTS}
     caches = {node: empty_cache(node, scenario) for node in inputs if node.name not in known}
     block = next(iter(caches.values())).shape[1] if caches else BLOCK
     found: list[Tensor] = []
     for batch in scenario.batches(block, cpu()):
-        given = vars(batch)
+        given = {**vars(batch), STATE_SLOTS: slots_in(batch)}
         found += run(*[given[n.name] if n.name in given else caches[n] for n in inputs])[0].detach()[0]
     return found
 
@@ -154,11 +154,17 @@ def whole_sequences(gm: GraphModule, scenario: Scenario, run: Callable[..., Any]
         host = HostBatch()
         host.add(list(tokens), 0, list(range(len(tokens))), BLOCK)
         host.logits_indices = [row.position for row in wanted]
-        known = vars(pack(host, cpu()))
+        batch = pack(host, cpu())
+        known = {**vars(batch), STATE_SLOTS: slots_in(batch)}
         given = [known[n.name] if n.name in known else empty_cache(n, scenario) for n in placeholders(gm.graph)]
         (made,) = run(*given)[0].detach()
         found |= {row: made[index if chosen else row.position] for index, row in enumerate(wanted)}
     return [found[row] for row in scenario.rows]
+
+
+def slots_in(batch: Batch) -> Tensor:
+    """Where recurrent layers keep the state of each sequence: under the number of its first block."""
+    return batch.block_tables[:, 0]
 
 
 def one_token() -> HostBatch:

@@ -35,7 +35,7 @@ from graft.workbench.check.end_to_end import agreement, end_to_end, own_limit
 from graft.workbench.check.line import CheckLine
 from graft.workbench.check.outputs import StepLogits, distance, limit
 from graft.workbench.check.results import plain
-from graft.workbench.check.scenario import Scenario, logits, scenario_of
+from graft.workbench.check.scenario import Scenario, logits, scenario_of, slots_in
 from graft.workbench.check.trial import CheckTrial, everywhere, try_loaded
 
 COMPARED = 64  # tokens of a prompt that are compared
@@ -155,7 +155,11 @@ def engine_rows(llm: LLM, scenario: Scenario) -> Tensor:
     block = llm.engine.manager.block_size
     blocks = 1 + max(index for table in scenario.tables(block) for index in table)
     caches = [t.new_zeros((blocks, *t.shape[1:])) for t in llm.engine.tensors]
-    made = [llm.engine.graph(*batch.inputs(), *caches)[0] for batch in scenario.batches(block, llm.device)]
+    states = [] if llm.engine.states is None else llm.engine.states.aside(blocks)[1:]
+    made = []
+    for batch in scenario.batches(block, llm.device):
+        kept = (slots_in(batch), *states) if states else ()
+        made.append(llm.engine.graph(*batch.inputs(), *caches, *kept)[0])
     return torch.cat([logits.reshape(-1, logits.shape[-1]).float() for logits in made])
 
 
