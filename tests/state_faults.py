@@ -1,0 +1,39 @@
+"""Faults in the states of recurrent layers: their slots, what is new, and what is accounted for."""
+
+from __future__ import annotations
+
+from fault import fault
+
+STATE_FAULTS = [
+    fault(
+        "ops/packed_states.py",
+        "known = seq_lens > cu_seqlens.diff()",
+        "known = seq_lens > 0",
+        "unit/ops/test_stateful_ops.py::test_new_sequences_hold_zeros_whatever_is_in_their_slot",
+        "unit/engine/test_recurrent_layers.py::test_requests_that_come_late_and_those_that_are_given_up",
+    ),
+    fault(
+        "ops/stateful_causal_conv/reference.py",
+        "place = brought - held.shape[2] + kept ",
+        "place = brought - held.shape[2] - 1 + kept ",
+        "unit/ops/test_stateful_ops.py::test_chunks_give_what_the_whole_sequence_gives",
+    ),
+    fault(
+        "ops/stateful_delta_rule/reference.py",
+        "    state.index_copy_(0, state_slots, held)\n    return out\n\n\ndef wide",
+        "    return out\n\n\ndef wide",
+        "unit/ops/test_stateful_ops.py::test_all_kernels_write_the_same_states",
+    ),
+    fault(
+        "engine/scheduler.py",
+        "self.states.give_back(request.state_slot)",
+        "pass",
+        "unit/engine/test_recurrent_layers.py::test_tokens_equal_hugging_face_in_chunks_of_any_size",
+    ),
+    fault(
+        "capture/recurrence.py",
+        "given = {where for where, tensor in self.out_of_cache if id(tensor) in convolved}",
+        "given = {where for where, tensor in self.out_of_cache}",
+        "unit/capture/test_recurrence.py::test_a_window_that_the_convolution_does_not_get_is_refused",
+    ),
+]
