@@ -12,7 +12,9 @@ from hashlib import blake2b
 from random import Random
 
 from graft.engine.kv.events import EventQueue
+from graft.engine.kv.hashing import OFFLOADED
 from graft.engine.kv.manager import BlockManager, Table
+from graft.engine.kv.moves import Copy, Move, Offload
 from graft.engine.kv.view import CacheView
 
 
@@ -33,11 +35,20 @@ class Sequence:
 
 
 def state_of(manager: BlockManager) -> dict[str, tuple]:
-    """hash -> (hash of the parent, tokens, whether it is used)."""
+    """hash -> (hash of the parent, tokens, whether it is used, the level of memory)."""
     return {
-        e.hash: (None if e.parent is None else e.parent.hash, e.tokens, manager.refs[e.block] > 0)
+        e.hash: (
+            None if e.parent is None else e.parent.hash,
+            e.tokens,
+            e.block >= 0 and manager.refs[e.block] > 0,
+            int(e.block == OFFLOADED),
+        )
         for e in manager.stored.values()
     }
+
+
+def state_seen(view: CacheView) -> dict[str, tuple]:
+    return {name: (b.parent, b.tokens, b.in_use, b.level) for name, b in view.blocks.items()}
 
 
 def everything(manager: BlockManager) -> tuple:
@@ -45,7 +56,18 @@ def everything(manager: BlockManager) -> tuple:
     tables = {id(t): (tuple(t.blocks), t.cached, t.length, t.room, tuple(t.chain)) for t in manager.tables}
     next_id = None if manager.events is None else manager.events.next_id
     places = list(manager.refs), list(manager.free), list(manager.unused), list(manager.stored)
-    return tables, places, manager.stats(), next_id
+    host = None if manager.host is None else (list(manager.host.kept), list(manager.host.free))
+    return tables, places, manager.stats(), next_id, host, list(manager.moves)
+
+
+def make(slots: list[list], host: list[list], moves: list[Move]) -> None:
+    for move in moves:
+        if isinstance(move, Copy):
+            slots[move.target] = list(slots[move.source])
+        elif isinstance(move, Offload):
+            host[move.slot] = list(slots[move.block])
+        else:
+            slots[move.block] = list(host[move.slot])
 
 
 class Simulation:
@@ -54,6 +76,8 @@ class Simulation:
     def __init__(self, manager: BlockManager, check: bool = True) -> None:
         self.manager, self.check = manager, check
         self.slots: list[list] = [[None] * manager.block_size for _ in range(manager.blocks)]
+        self.host: list[list] = [[None] for _ in range(manager.host.slots if manager.host else 0)]
+        self.moves: list[Move] = []  # what a step would make before it writes; many calls may come before one
         self.running: list[Sequence] = []
         self.view = CacheView()
         self.refused = self.copied = 0
@@ -79,10 +103,16 @@ class Simulation:
             self.refused += 1
             return False
         self.copied += len(copies)
-        for copy in copies:
-            self.slots[copy.target] = list(self.slots[copy.source])
+        self.moves += [*manager.take_moves(), *copies]
         self.look()
         return True
+
+    def admit(self, sequence: Sequence) -> None:
+        """Room for all of its tokens, and what lies in host memory is not computed again."""
+        if self.reserve(sequence, len(sequence.tokens)):
+            self.manager.reload(sequence.table, sequence.tokens)
+            self.moves += self.manager.take_moves()
+            self.look()
 
     def advance(self, sequence: Sequence, count: int) -> bool:
         """Writes the next tokens and commits them."""
@@ -90,6 +120,8 @@ class Simulation:
         length = table.length + count
         if not self.reserve(sequence, length):
             return False
+        make(self.slots, self.host, self.moves)
+        self.moves = []
         for p in range(table.length, length):
             self.slots[table.blocks[p // size]][p % size] = tuple(tokens[: p + 1])
         self.manager.commit(table, tokens, length)
@@ -111,10 +143,11 @@ class Simulation:
         """Every table and every stored block holds what it says."""
         if self.check:
             self.manager.check()
-        size = self.manager.block_size
+        size, slots, host = self.manager.block_size, list(self.slots), list(self.host)
+        make(slots, host, self.moves)
         for s in self.running:
             for p in range(s.table.length):
-                held = self.slots[s.table.blocks[p // size]][p % size]
+                held = slots[s.table.blocks[p // size]][p % size]
                 assert held == tuple(s.tokens[: p + 1]), f"token {p} of {s.table} reads {held}"
         if not self.check:
             return
@@ -122,14 +155,14 @@ class Simulation:
         for e in self.manager.stored.values():
             before = () if e.parent is None else prefixes[e.parent.hash]
             prefixes[e.hash] = before + e.tokens
-            assert self.slots[e.block] == [prefixes[e.hash][: len(before) + i + 1] for i in range(size)]
+            kept = slots[e.block] if e.block != OFFLOADED else host[self.manager.host.kept[e]]
+            assert kept == [prefixes[e.hash][: len(before) + i + 1] for i in range(size)]
 
     def read_events(self) -> None:
         """The view that is built from events alone is the manager's state."""
         for event in self.manager.events.drain():
             self.view.apply(event)
-        seen = {name: (b.parent, b.tokens, b.in_use) for name, b in self.view.blocks.items()}
-        assert seen == state_of(self.manager)
+        assert state_seen(self.view) == state_of(self.manager)
 
     def finish(self) -> None:
         for sequence in list(self.running):
@@ -158,7 +191,9 @@ def trace_step(sim: Simulation, random: Random) -> None:
     kind = random.choices(["open", "write", "reserve", "fork", "close", "preempt"], [4, 12, 1, 2, 2, 1])[0]
     if kind == "open" or not sim.running:
         length = random.randint(1, 16)
-        sim.open([int(random.random() < 0.15) for _ in range(length)])
+        sequence = sim.open([int(random.random() < 0.15) for _ in range(length)])
+        if sim.manager.host is not None and random.random() < 0.8:
+            sim.admit(sequence)
         return
     sequence = random.choice(sim.running)
     if kind == "write":
@@ -175,7 +210,9 @@ def trace_step(sim: Simulation, random: Random) -> None:
     else:
         sim.close(sequence)
         if kind == "preempt":
-            sim.open(sequence.tokens)
+            again = sim.open(sequence.tokens)
+            if sim.manager.host is not None:
+                sim.admit(again)
 
 
 def kinds(events) -> list[str]:

@@ -63,6 +63,13 @@ Stop = Annotated[list[str] | None, typer.Option(help="End the text before this s
 CacheMemory = Annotated[
     str | None, typer.Option(help="Size of the key-value cache: 2GiB. From free memory if left out.", metavar="SIZE")
 ]
+OffloadingSize = Annotated[
+    str | None,
+    typer.Option(
+        help="Host memory for blocks that the cache has no room for: 32GiB. They are forgotten if left out.",
+        metavar="SIZE",
+    ),
+]
 CacheDtype = Annotated[
     str,
     typer.Option(

@@ -226,7 +226,8 @@ class Shift:
             whole = engine.idle and engine.manager.available == engine.manager.blocks
         except Exception as second:  # noqa: BLE001  every caller gets it, with the first
             whole, failure.__context__ = False, second
-        engine.broken = None if whole and not lost_device(error) else failure
+        if engine.broken is None and not (whole and not lost_device(error)):
+            engine.broken = failure
         for watch in {watch for watches in self.watches.values() for watch in watches}:
             watch.error = failure
             self.tell(watch)

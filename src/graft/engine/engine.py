@@ -21,7 +21,8 @@ from graft.engine.decode.in_flight import Feed, InFlightStep
 from graft.engine.decode.loop import Counts, DecodeLoop
 from graft.engine.due import Due
 from graft.engine.grammar import GrammarMask
-from graft.engine.kv.manager import BlockManager, Copy
+from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.moves import Copy, Move
 from graft.engine.kv.tensors import copy_blocks
 from graft.engine.params import SamplingParams
 from graft.engine.sampling.sampling import SampledToken, make_generator, sample
@@ -49,7 +50,7 @@ class Engine:
         tokenizer: Any = None,
         loop: DecodeLoop | None = None,
         notes: Sequence[str] = (),
-        copy: Callable[[Sequence[Tensor], Sequence[Copy]], None] = copy_blocks,
+        move: Callable[[Sequence[Tensor], Sequence[Move]], None] = copy_blocks,
     ) -> None:
         self.graph = graph
         self.tensors = tensors
@@ -60,7 +61,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.loop = loop  # decodes by captures, a step ahead of the host; None: every step is `run`
         self.pending: StepPlan | None = None  # made while a step was in flight, and not launched yet
-        self.copy = copy  # blocks of the cache; rank 0 of several tells the others
+        self.move = move  # blocks of the cache; rank 0 of several tells the others
         self.said = tuple(notes)
         self.stats = Stats()
         self.lock = threading.RLock()
@@ -85,7 +86,7 @@ class Engine:
             return self.nothing_to_do()
         due: list[Due] = []
         with self.undone_on_error(plan, due):
-            self.copy(self.tensors, plan.copies)
+            self.move_blocks(plan)
             due += self.due(plan)
             scored = scored_prompts(plan)
             step = None if loop is None or scored else loop.begin(plan, due, self.run)
@@ -124,9 +125,22 @@ class Engine:
             return self.scheduler.schedule()
         left = [(r, n) for r, n in zip(plan.requests, plan.counts, strict=True) if r.table is not None]
         if not left:
-            self.copy(self.tensors, plan.copies)
+            self.move_blocks(plan)
             return self.scheduler.schedule()
         return replace(plan, requests=[r for r, _ in left], counts=[n for _, n in left])
+
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Before the plan's step. A block that should have come out of host memory and did not holds wrong numbers
+        under a right name, wherever the move failed: nothing in the cache can be believed then."""
+        moves, plan.moves = plan.moves, []
+        try:
+            self.move(self.tensors, moves)
+        except BaseException as error:
+            if not all(isinstance(move, Copy) for move in moves):
+                self.broken = EngineFailed(
+                    f"moving blocks between device and host failed ({error}); load the LLM again"
+                )
+            raise
 
     def go_ahead(self, step: InFlightStep) -> None:
         """Launches the step after `step`, or makes its plan, where that can be done before `step` is known."""
@@ -142,7 +156,10 @@ class Engine:
         due = self.due(plan)
         self.pending = plan
         with self.undone_on_error(plan, due):
-            alone = bool(plan.copies or scored_prompts(plan))  # it needs the host, and nothing in flight
+            copies = any(isinstance(move, Copy) for move in plan.moves)
+            alone = bool(copies or scored_prompts(plan))  # it needs the host, and nothing in flight
+            if not alone:
+                self.move_blocks(plan)
             ahead = None if alone else loop.begin(plan, due, self.run, step)
         if ahead is not None:
             self.pending = None

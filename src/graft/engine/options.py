@@ -26,6 +26,8 @@ class EngineOptions:
     kv_cache_dtype: "auto", the model's own, or "fp8": keys and values in one byte each, e4m3, with a scale for every
     token and head (ops/paged_cache.py).
     kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin.
+    kv_offloading_size: host memory, likewise, for blocks that the cache has no room for: they are copied back where a
+    prompt, or a request that gave way, asks for them again. None: they are forgotten (kv/host.py).
     max_model_len: tokens of a request, prompt and answer; None: all that the model was made for.
     max_num_seqs: requests that run at once. None: see requests_at_once.
     max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. None: see tokens_of_a_step.
@@ -41,6 +43,7 @@ class EngineOptions:
 
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | str | None = None
+    kv_offloading_size: int | str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -69,6 +72,13 @@ class EngineOptions:
             object.__setattr__(self, "cudagraph_capture_sizes", self.capture_sizes(self.cudagraph_capture_sizes))
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
+        if self.kv_offloading_size is not None:
+            parse_size(self.kv_offloading_size, "kv_offloading_size")
+            if not self.enable_prefix_caching:
+                raise UsageError(
+                    "kv_offloading_size keeps blocks that prefix caching finds again; enable_prefix_caching=False"
+                    " leaves it nothing: give one of them"
+                )
 
     def context(self, longest: int) -> int:
         """max_model_len, of a model that was made for `longest`."""

@@ -45,7 +45,7 @@ class BlockMap:
                 self.told[cell] = [IN_USE, -1 if parent is None else self.cells[parent], 1]
                 self.changed.add(cell)
                 parent = block.hash
-        elif isinstance(event, Updated):
+        elif isinstance(event, Updated) and event.what == "in_use":
             for cell in map(self.cells.__getitem__, event.hashes):
                 self.told[cell][0] = IN_USE if event.new else KEPT
                 self.told[cell][2] += event.new

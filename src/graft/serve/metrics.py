@@ -114,6 +114,8 @@ class Metrics:
         yield "vllm:generation_tokens_total", self.generation_tokens
         yield "vllm:prefix_cache_queries_total", load.prefix_queries
         yield "vllm:prefix_cache_hits_total", load.prefix_hits
+        yield "vllm:external_prefix_cache_queries_total", load.host_hits + load.host_misses
+        yield "vllm:external_prefix_cache_hits_total", load.host_hits
         yield "vllm:num_preemptions_total", load.preemptions
         yield "graft:engine_steps_total", load.steps
         yield "graft:engine_restarts_total", self.restarts

@@ -43,7 +43,7 @@ def short_hash(name: str | None) -> int | None:
 
 
 def as_vllm(event: Event, block_size: int) -> Iterator[tuple[str, list[Any]]]:
-    """`updated` has no counterpart: routers ask what is stored, not what is in use."""
+    """`updated` has no counterpart: routers ask what is stored, not whether it is in use or in host memory."""
     if isinstance(event, Created):
         yield "AllBlocksCleared", []
     elif isinstance(event, Stored):

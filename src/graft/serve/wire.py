@@ -105,6 +105,8 @@ class EngineLoad:
     used_blocks: int = 0
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0
+    host_hits: int = 0  # brought back from host memory; not among prefix_hits
+    host_misses: int = 0  # neither there nor in the cache
     preemptions: int = 0
     steps: int = 0
 

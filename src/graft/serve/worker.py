@@ -247,7 +247,9 @@ class Worker:
             blocks=manager.blocks,
             used_blocks=manager.blocks - manager.available,
             prefix_queries=manager.asked_tokens,
-            prefix_hits=manager.reused_tokens,
+            prefix_hits=manager.reused_tokens - manager.reloaded_tokens,
+            host_hits=manager.reloaded_tokens,
+            host_misses=0 if manager.host is None else manager.asked_tokens - manager.reused_tokens,
             preemptions=self.preemptions,
             steps=engine.scheduler.clock,
         )

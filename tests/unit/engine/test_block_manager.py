@@ -8,7 +8,8 @@ from cache_model import everything
 from graft.base.errors import CacheCorrupt, CacheMisuse, GraftError
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.hashing import block_hash, root_hash
-from graft.engine.kv.manager import BlockManager, Copy
+from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.moves import Copy
 
 
 def run(manager: BlockManager, tokens: list[int]):

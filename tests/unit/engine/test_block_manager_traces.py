@@ -11,7 +11,9 @@ from cache_model import Simulation, bits, random_trace
 from graft.base.errors import CacheCorrupt
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.hashing import CachedBlock, block_hash
+from graft.engine.kv.host import HostLevel
 from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.moves import Offload, Reload
 from marks import FULL, examples, short
 
 
@@ -29,6 +31,17 @@ def test_random_traces_with_a_bad_hash_hold_the_model(seed):
 def test_random_traces_without_prefix_reuse_or_events(seed):
     sim = random_trace(seed, prefix_reuse=False, events=None)
     assert sim.manager.stats().free == sim.manager.blocks
+
+
+@pytest.mark.parametrize("seed", short(range(300, 330), *range(300, 312)))
+def test_random_traces_with_host_memory_hold_the_model(seed):
+    random_trace(seed, host_blocks=1 + seed % 9, hash_block=bits(seed % 5) if seed % 3 == 0 else block_hash)
+
+
+def test_random_traces_with_host_memory_meet_what_they_are_meant():
+    sims = [random_trace(seed, sizes=(1, 2), host_blocks=12) for seed in range(1, 5)]
+    assert all(sim.manager.reused_tokens > sim.manager.reloaded_tokens > 0 for sim in sims)
+    assert sum(sim.manager.reloaded_tokens for sim in sims) > 20
 
 
 def test_random_traces_meet_what_they_are_meant():
@@ -102,6 +115,40 @@ FIND = BlockManager.find
 def test_the_audit_sees_planted_bugs(monkeypatch, method, wrong, options):
     monkeypatch.setattr(BlockManager, method, wrong)
     assert found_wrong(CacheCorrupt, range(6), events=None, **options) >= 5
+
+
+def leave_out(kind):
+    return lambda self: [move for move in TAKE_MOVES(self) if not isinstance(move, kind)]
+
+
+def forget_the_last(self, entry):
+    """As `keep`, but who came last is forgotten first: a parent before its child."""
+    if not self.free:
+        self.kept.move_to_end(next(reversed(self.kept)), last=False)
+    return KEEP(self, entry)
+
+
+def keep_the_slot(self, entry, block):
+    slot = self.kept.pop(entry)
+    entry.block = block
+    return Reload(slot, block)
+
+
+TAKE_MOVES, KEEP = BlockManager.take_moves, HostLevel.keep
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "wrong", "seen", "least"),
+    [
+        (BlockManager, "take_moves", leave_out(Offload), AssertionError, 4),
+        (BlockManager, "take_moves", leave_out(Reload), AssertionError, 4),
+        (HostLevel, "keep", forget_the_last, (CacheCorrupt, KeyError), 5),
+        (HostLevel, "give", keep_the_slot, CacheCorrupt, 5),
+    ],
+)
+def test_the_model_sees_planted_bugs_of_host_memory(monkeypatch, owner, method, wrong, seen, least):
+    monkeypatch.setattr(owner, method, wrong)
+    assert found_wrong(seen, range(6), events=None, sizes=(1, 2), host_blocks=4) >= least
 
 
 def test_without_lookup_the_traces_reuse_nothing(monkeypatch):

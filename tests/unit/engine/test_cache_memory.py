@@ -13,7 +13,7 @@ from conftest import tiny
 from graft.base import device_memory as memory
 from graft.base.device_memory import CacheSize, cache_size, container_memory, machine_memory, parse_size, size_text
 from graft.base.errors import OutOfCache, OutOfMemory, UsageError
-from graft.engine.kv.manager import Copy
+from graft.engine.kv.moves import Copy
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks, narrow_blocks
 from graft.models.load import on_device
 

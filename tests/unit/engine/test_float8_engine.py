@@ -15,7 +15,7 @@ from graft.bench.bench import cache_need
 from graft.bench.limits.traffic import cache_bytes_per_token
 from graft.bench.plan import BenchPlan
 from graft.cli.app import app
-from graft.engine.kv.manager import Copy
+from graft.engine.kv.moves import Copy
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks
 from graft.engine.setup.cache_error import cache_error
 from graft.engine.setup.self_check import tolerance

@@ -129,6 +129,6 @@ def test_the_soak_would_see_a_wrong_token():
 def test_the_soak_would_see_a_block_that_was_not_copied(monkeypatch):
     """Samples of one prompt that write into each other's blocks give wrong tokens, and the check finds them."""
     llm = engine()
-    monkeypatch.setattr(llm.engine, "copy", lambda tensors, copies: None)
+    monkeypatch.setattr(llm.engine, "move", lambda tensors, moves: None)
     requests, _ = run_all(llm, random.Random(2), 150)
     assert sum(wrong_tokens(one, llm.engine.end_tokens) for request in requests for one in request.family) > 0

@@ -211,6 +211,16 @@ def test_blocks_keep_their_cells():
     assert news()["changed"][0] != [0, 2, -1, 2] and news()["changed"] == []
 
 
+def test_blocks_in_host_memory_keep_their_cells():
+    blocks, events = BlockMap(), EventQueue()
+    manager = BlockManager(2, 2, host_blocks=3, events=events)
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4]):
+        manager.close(run(manager, tokens))
+    for event in events.drain():
+        blocks.apply(event)
+    assert len(blocks.cells) == len(manager.stored) == 4 and len(blocks.free) == 1
+
+
 def test_readers_are_told_when_the_engine_is_gone():
     reader = EventReader()
     feed, asked = followed(reader)

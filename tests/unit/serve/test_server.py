@@ -134,6 +134,7 @@ def test_metrics_have_the_names_that_dashboards_read(client):
     for name in (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
         "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total",
+        "external_prefix_cache_queries_total", "external_prefix_cache_hits_total",
         'request_success_total{model_name="stub",finished_reason="length"}', "time_to_first_token_seconds_count",
         "inter_token_latency_seconds_bucket", "request_time_per_output_token_seconds_sum",
         "e2e_request_latency_seconds_count", "request_prompt_tokens_count", "request_generation_tokens_count",

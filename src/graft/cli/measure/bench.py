@@ -36,6 +36,7 @@ from graft.cli.options import (
     Json,
     Model,
     Nvtx,
+    OffloadingSize,
     Plugins,
     Quantize,
     Sets,
@@ -114,6 +115,7 @@ def bench(
     plugins: Plugins = None,
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
+    kv_offloading_size: OffloadingSize = None,
     kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     tensor_parallel: TensorParallel = 1,
@@ -137,7 +139,9 @@ def bench(
         "tensor_parallel_size": tensor_parallel,
     }  # fmt: skip
     if throughput or preset:
-        given |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
+        given |= {
+            "max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory, "kv_offloading_size": kv_offloading_size
+        }  # fmt: skip
         return under_load(model, read_loads(throughput, preset, requests, rate), preset, plot, as_json, **given)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     plan = of_ranks(ctx, plan, peers, tensor_parallel)

@@ -191,7 +191,7 @@ class DecodeLoop:
         if capture is None or capture.kind == "logits":
             return None
         commands = self.commands(staying)
-        if commands is None:
+        if commands is None or self.manager.moves:  # the engine makes the moves, and launches the step behind them
             return None
         slot = self.next_slot()
         if commands:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from graft.base.errors import CacheCorrupt
+from graft.engine.kv.hashing import OFFLOADED
 
 if TYPE_CHECKING:
     from graft.engine.kv.manager import BlockManager, Table
@@ -15,6 +16,7 @@ def audit(manager: BlockManager) -> None:
     """CacheCorrupt with the first invariant that does not hold."""
     audit_blocks(manager)
     audit_entries(manager)
+    audit_host(manager)
     for table in manager.tables:
         audit_table(manager, table)
 
@@ -50,20 +52,41 @@ def audit_entries(manager: BlockManager) -> None:
     for name, entry in manager.stored.items():
         parent = entry.parent
         above = manager.root if parent is None else parent.hash
-        must(
-            manager.entries[entry.block] is entry, f"entry {name} says block {entry.block}, which is stored otherwise"
+        away = entry.block == OFFLOADED
+        found = (
+            manager.host is not None and entry in manager.host.kept if away else manager.entries[entry.block] is entry
         )
+        must(found, f"entry {name} says block {entry.block}, which is stored otherwise")
         must(name == entry.hash == manager.hash_block(above, entry.tokens), f"entry {name} has another hash")
         must(len(entry.tokens) == manager.block_size, f"entry {name} is not a full block")
         must(parent is None or parent.hash in seen, f"entry {name} comes before its parent")
         must(parent is None or manager.stored.get(parent.hash) is parent, f"the parent of entry {name} is gone")
+        seen.add(name)
+        if away:
+            continue
+        must(parent is None or parent.block != OFFLOADED, f"entry {name} is on the device and its parent is not")
         used, parent_used = manager.refs[entry.block] > 0, parent is None or manager.refs[parent.block] > 0
         must(parent_used or not used, f"entry {name} is used and its parent is not")
-        seen.add(name)
     age = {block: rank for rank, block in enumerate(manager.unused)}
     for block, entry in manager.unused.items():
         late = entry.parent is not None and age.get(entry.parent.block, manager.blocks) < age[block]
         must(not late, f"entry {entry.hash} would be evicted after its parent")
+
+
+def audit_host(manager: BlockManager) -> None:
+    """Each slot has one block or none; one that is kept is stored, and is forgotten before its parent."""
+    if manager.host is None:
+        return
+    slots = [*manager.host.free, *manager.host.kept.values()]
+    must(sorted(slots) == list(range(manager.host.slots)), "a slot of host memory is lost, or has two blocks")
+    age = {entry: rank for rank, entry in enumerate(manager.host.kept)}
+    for entry, rank in age.items():
+        must(
+            manager.stored.get(entry.hash) is entry, f"entry {entry.hash} is kept in host memory and cannot be found"
+        )
+        must(entry.block == OFFLOADED, f"entry {entry.hash} is kept in host memory, and says block {entry.block}")
+        late = entry.parent is not None and age.get(entry.parent, manager.host.slots) < rank
+        must(not late, f"entry {entry.hash} would be forgotten after its parent")
 
 
 def audit_table(manager: BlockManager, table: Table) -> None:

@@ -43,17 +43,18 @@ class Event:
 class Created(Event):
     """The cache is there and holds nothing."""
 
-    levels: tuple[int, ...]  # blocks of each level of memory; so far there is one, the device's
+    levels: tuple[int, ...]  # blocks of each level of memory: the device's, and the host's where there is one
     block_size: int
     root: str  # the hash that first blocks follow on
 
     def describe(self) -> str:
-        return f"{self.levels[0]} blocks of {self.block_size} tokens"
+        host = f", and {self.levels[1]} in host memory" if len(self.levels) > 1 else ""
+        return f"{self.levels[0]} blocks of {self.block_size} tokens{host}"
 
     @staticmethod
     def of(event_id: int, at: float, facts: Sequence[Any]) -> Created:
-        ((blocks, block_size, root),) = facts
-        return Created(event_id, at, (blocks,), block_size, root)
+        ((levels, block_size, root),) = facts
+        return Created(event_id, at, levels, block_size, root)
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,13 @@ class Removed(Event):
 
 @dataclass(frozen=True)
 class Updated(Event):
-    """Stored blocks of which `what` went from `old` to `new`: `in_use`, whether a sequence has them."""
+    """Stored blocks of which `what` went from `old` to `new`: `in_use`, whether a sequence has them, or `level`, the
+    memory that they lie in: 0 the device's, 1 the host's."""
 
     hashes: tuple[str, ...]
     what: str
-    old: bool
-    new: bool
+    old: bool | int
+    new: bool | int
 
     def describe(self) -> str:
         return f"{shortened(self.hashes)}: {self.what} {self.old} → {self.new}"
@@ -116,6 +118,14 @@ class Updated(Event):
     @staticmethod
     def unused(event_id: int, at: float, entries: Sequence[CachedBlock]) -> Updated:
         return Updated(event_id, at, tuple(entry.hash for entry in entries), "in_use", True, False)
+
+    @staticmethod
+    def offloaded(event_id: int, at: float, entries: Sequence[CachedBlock]) -> Updated:
+        return Updated(event_id, at, tuple(entry.hash for entry in entries), "level", 0, 1)
+
+    @staticmethod
+    def reloaded(event_id: int, at: float, entries: Sequence[CachedBlock]) -> Updated:
+        return Updated(event_id, at, tuple(entry.hash for entry in entries), "level", 1, 0)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
+OFFLOADED = -1
 
 
 def root_hash(fingerprint: str, block_size: int) -> str:
@@ -26,14 +27,14 @@ def block_hash(parent: str, tokens: Sequence[int]) -> str:
     return blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # an entry is itself: one stored anew under the same hash is another
+@dataclass(slots=True, eq=False)  # an entry is itself: one stored anew under the same hash is another
 class CachedBlock:
-    """A stored block: what it holds, what it follows on (None: the root), and where it lies."""
+    """A stored block: what it holds, what it follows on (None: the root), and where it lies. Only that may change."""
 
     hash: str
     parent: CachedBlock | None = field(repr=False)  # as long as the sequence
     tokens: tuple[int, ...]
-    block: int
+    block: int  # of the device; OFFLOADED: in host memory (kv/host.py)
 
     def holds(self, parent: CachedBlock | None, tokens: tuple[int, ...]) -> bool:
         """Whether it is these tokens after that block. Hashes only find an entry; this decides."""

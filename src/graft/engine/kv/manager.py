@@ -9,22 +9,16 @@ go of a table's blocks from the last to the first: children are unused before th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from graft.base.errors import CacheMisuse
 from graft.engine.kv.audit import audit
 from graft.engine.kv.events import Created, EventQueue, Record, Removed, Stored, Updated
-from graft.engine.kv.hashing import CachedBlock, block_hash, root_hash
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """The content of block `source` is to be copied to block `target` before the next write."""
-
-    source: int
-    target: int
+from graft.engine.kv.hashing import OFFLOADED, CachedBlock, block_hash, root_hash
+from graft.engine.kv.host import HostLevel
+from graft.engine.kv.moves import Copy, Move
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +45,9 @@ class CacheStats:
     asked_tokens: int  # tokens that sequences were opened with
     reused_tokens: int  # of these, found in the cache
     evictions: int
+    host_blocks: int = 0  # slots of host memory
+    host_cached: int = 0  # of these, with a block that can be found
+    reloaded_tokens: int = 0  # of the reused ones, brought back from there
 
 
 class BlockManager:
@@ -63,6 +60,7 @@ class BlockManager:
         *,
         fingerprint: str = "",
         prefix_reuse: bool = True,
+        host_blocks: int = 0,
         events: EventQueue | None = None,
         hash_block: Callable[[str, Sequence[int]], str] = block_hash,
     ) -> None:
@@ -76,7 +74,9 @@ class BlockManager:
         self.unused: OrderedDict[int, CachedBlock] = OrderedDict()  # block -> entry, longest unused first
         self.stored: dict[str, CachedBlock] = {}  # hash -> entry; a parent comes before its children
         self.tables: set[Table] = set()
-        self.asked_tokens = self.reused_tokens = self.evictions = 0
+        self.asked_tokens = self.reused_tokens = self.reloaded_tokens = self.evictions = 0
+        self.host = HostLevel(host_blocks) if host_blocks and prefix_reuse else None
+        self.moves: list[Move] = []  # between the levels, not yet taken
         self.events = events
         self.lock = nullcontext() if events is None else events.lock  # held where what is stored changes
         if events is not None:
@@ -100,7 +100,7 @@ class BlockManager:
             size = self.block_size
             for start in range(0, len(tokens) - size, size) if self.prefix_reuse and reuse else ():
                 _, entry = self.find(chain[-1] if chain else None, tuple(tokens[start : start + size]))
-                if entry is None:
+                if entry is None or entry.block == OFFLOADED:
                     break
                 chain.append(entry)
             self.emit(Updated.used, [entry for entry in chain if self.use(entry)])
@@ -111,10 +111,37 @@ class BlockManager:
         self.reused_tokens += cached
         return table
 
+    def reload(self, table: Table, tokens: Sequence[int]) -> None:
+        """The blocks behind what `open` found that lie in host memory are moved to where the table has grown."""
+        if self.host is None or not self.host.kept:
+            return
+        with self.lock:
+            size, chain, found = self.block_size, table.chain, list[CachedBlock]()
+            for i in range(len(chain), min((len(tokens) - 1) // size, len(table.blocks))):
+                _, entry = self.find(chain[-1] if chain else None, tuple(tokens[i * size : (i + 1) * size]))
+                if entry is None:
+                    break
+                block = table.blocks[i]
+                self.moves.append(self.host.give(entry, block))
+                self.entries[block] = entry
+                chain.append(entry)
+                found.append(entry)
+            table.cached = table.length = len(chain) * size
+            self.emit(Updated.reloaded, found)
+            self.emit(Updated.used, found)
+        self.reused_tokens += len(found) * size
+        self.reloaded_tokens += len(found) * size
+
+    def take_moves(self) -> list[Move]:
+        """Between the levels, in order; whoever takes them makes them before the next write."""
+        taken, self.moves = self.moves, []
+        return taken
+
     def grow(self, table: Table, length: int) -> list[Copy] | None:
         """Makes room for `length` tokens, of which those from `table.length` on will be written.
 
-        Returns the copies to make before that write, or None where memory does not suffice; then nothing has changed.
+        Returns the copies to make before that write, behind the moves that there are by then, or None where memory
+        does not suffice; then nothing has changed.
         """
         if length <= table.room:
             return []
@@ -170,7 +197,8 @@ class BlockManager:
     def stats(self) -> CacheStats:
         used = self.blocks - self.available
         counts = self.asked_tokens, self.reused_tokens, self.evictions
-        return CacheStats(self.blocks, len(self.free), len(self.unused), used, *counts)
+        host = (0, 0) if self.host is None else (self.host.slots, len(self.host.kept))
+        return CacheStats(self.blocks, len(self.free), len(self.unused), used, *counts, *host, self.reloaded_tokens)
 
     def check(self) -> None:
         """Audits every invariant; CacheCorrupt says what does not hold. Looks at every block: for tests."""
@@ -183,7 +211,8 @@ class BlockManager:
         return name, entry if entry is not None and entry.holds(parent, tokens) else None
 
     def store(self, table: Table, tokens: Sequence[int], length: int) -> None:
-        """Stores the full blocks that are not yet; one whose content another sequence stored becomes that one.
+        """Stores the full blocks that are not yet; one whose content another sequence stored becomes that one, and
+        one that lies in host memory is here again.
 
         Where other content has the same hash the chain ends, and the next commit tries again. If a fork has such a
         block too, it is not stored: the fork need not have the parent, which then could be evicted before it.
@@ -192,6 +221,7 @@ class BlockManager:
             size, chain, blocks = self.block_size, table.chain, table.blocks
             woken: list[CachedBlock] = []
             added: list[CachedBlock] = []
+            back: list[CachedBlock] = []
             for i in range(len(chain), length // size):
                 parent, content = chain[-1] if chain else None, tuple(tokens[i * size : (i + 1) * size])
                 name, entry = self.find(parent, content)
@@ -201,13 +231,20 @@ class BlockManager:
                     entry = CachedBlock(name, parent, content, blocks[i])
                     self.stored[name] = self.entries[blocks[i]] = entry
                     added.append(entry)
+                elif self.host is not None and entry.block == OFFLOADED:
+                    if self.refs[blocks[i]] > 1:
+                        break
+                    self.host.give(entry, blocks[i])  # computed anew: nothing has to move
+                    self.entries[blocks[i]] = entry
+                    back.append(entry)
                 else:
                     if self.use(entry):
                         woken.append(entry)
                     self.drop(blocks[i])
                     blocks[i] = entry.block
                 chain.append(entry)
-            self.emit(Updated.used, woken)
+            self.emit(Updated.reloaded, back)
+            self.emit(Updated.used, [*woken, *back])
             self.emit(Stored.of, added)
 
     def take(self, count: int) -> list[int] | None:
@@ -220,14 +257,30 @@ class BlockManager:
                 block = self.free.pop()
             else:
                 block, entry = self.unused.popitem(last=False)
-                del self.stored[entry.hash]
                 self.entries[block] = None
                 evicted.append(entry)
             self.refs[block] = 1
             taken.append(block)
         self.evictions += len(evicted)
-        self.emit(Removed.of, evicted)
+        self.forget(evicted if self.host is None else self.offload(self.host, evicted))
         return taken
+
+    def offload(self, host: HostLevel, evicted: Iterable[CachedBlock]) -> list[CachedBlock]:
+        """Moves them to host memory; who is forgotten for them."""
+        kept, gone = list[CachedBlock](), list[CachedBlock]()
+        for entry in evicted:
+            move, forgotten = host.keep(entry)
+            self.moves.append(move)
+            kept.append(entry)
+            if forgotten is not None:
+                gone.append(forgotten)
+        self.emit(Updated.offloaded, kept)
+        return gone
+
+    def forget(self, entries: list[CachedBlock]) -> None:
+        for entry in entries:
+            del self.stored[entry.hash]
+        self.emit(Removed.of, entries)
 
     def use(self, entry: CachedBlock) -> bool:
         """One more table has the entry's block; True if it was unused."""
@@ -276,8 +329,12 @@ class BlockManager:
                 runs[-1].append(entry)
             else:
                 runs.append([entry])
-        records: list[Record] = [(Created.of, [(self.blocks, self.block_size, self.root)])]
+        away = [] if self.host is None else list(self.host.kept)
+        levels = (self.blocks,) if self.host is None else (self.blocks, self.host.slots)
+        records: list[Record] = [(Created.of, [(levels, self.block_size, self.root)])]
         records += [(Stored.of, run) for run in runs]
-        if self.unused:
-            records.append((Updated.unused, list(self.unused.values())))
+        if away or self.unused:
+            records.append((Updated.unused, [*away, *self.unused.values()]))
+        if away:
+            records.append((Updated.offloaded, away))
         return records

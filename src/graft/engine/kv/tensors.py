@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graft.engine.kv.manager import Copy
+from graft.base.errors import CacheMisuse
+from graft.engine.kv.moves import Copy, Move
 from graft.ops.paged_cache import SCALE, raw, rows_of
 from graft.weights.quantize import FP8
 
@@ -82,8 +83,12 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
-def copy_blocks(tensors: Sequence[Tensor], copies: Sequence[Copy]) -> None:
-    """No target is another copy's source: targets are blocks that were free."""
+def copy_blocks(tensors: Sequence[Tensor], moves: Sequence[Move]) -> None:
+    """No target is another copy's source: targets are blocks that were free. Moves of other kinds are for those who
+    have host memory (kv/offload.py)."""
+    copies = [move for move in moves if isinstance(move, Copy)]
+    if len(copies) < len(moves):
+        raise CacheMisuse("blocks are to move between device and host, and this engine has no host memory for them")
     if not copies:
         return
     sources = torch.tensor([copy.source for copy in copies], device=tensors[0].device)

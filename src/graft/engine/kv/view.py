@@ -16,6 +16,7 @@ class SeenBlock:
     parent: str | None
     tokens: tuple[int, ...]
     in_use: bool = True
+    level: int = 0
 
 
 class CacheView:
@@ -48,6 +49,8 @@ class CacheView:
         made += [Stored(number, at, parent, tuple(run)) for number, (parent, run) in enumerate(runs, first + 1)]
         if unused := tuple(name for name, block in reversed(self.blocks.items()) if not block.in_use):
             made.append(Updated(first + len(made), at, unused, "in_use", True, False))
+        if away := tuple(name for name, block in reversed(self.blocks.items()) if block.level):
+            made.append(Updated(first + len(made), at, away, "level", 0, 1))
         return made
 
     def apply(self, event: Event) -> None:
@@ -75,13 +78,23 @@ class CacheView:
                 self.children[block.parent] -= 1
                 del self.blocks[name], self.children[name]
         elif isinstance(event, Updated):
-            self.must(event, event.what == "in_use", "only `in_use` changes")
             for name in event.hashes:
-                block = self.known(event, name)
-                self.must(event, block.in_use == event.old != event.new, f"{name} has in_use = {block.in_use}")
-                block.in_use = event.new
+                self.update(event, self.known(event, name), name)
         else:
             self.must(event, False, "this kind of event is not known")
+
+    def update(self, event: Updated, block: SeenBlock, name: str) -> None:
+        if event.what == "in_use":
+            self.must(event, block.in_use == event.old != event.new, f"{name} has in_use = {block.in_use}")
+            self.must(event, block.level == 0, f"{name} is not on the device")
+            block.in_use = bool(event.new)
+        elif event.what == "level":
+            self.must(event, block.level == event.old != event.new, f"{name} is on level {block.level}")
+            self.must(event, event.new in range(len(self.levels)), f"there are {len(self.levels)} levels of memory")
+            self.must(event, not block.in_use, f"{name} is in use")
+            block.level = int(event.new)
+        else:
+            self.must(event, False, "only `in_use` and `level` change")
 
     def store(self, event: Stored) -> None:
         parent = event.parent

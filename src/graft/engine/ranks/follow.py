@@ -7,7 +7,7 @@ import torch
 from graft.dist.group import TorchGroup
 from graft.dist.messages import COPY, STOP, Messages
 from graft.engine.engine import Engine
-from graft.engine.kv.manager import Copy
+from graft.engine.kv.moves import Copy
 from graft.engine.kv.tensors import copy_blocks
 from graft.ops.layout import INPUTS
 

@@ -15,7 +15,7 @@ from graft.base.errors import RankFailed
 from graft.dist.group import TorchGroup
 from graft.dist.messages import COPY, STEP, STOP, Messages
 from graft.dist.workers import Workers
-from graft.engine.kv.manager import Copy
+from graft.engine.kv.moves import Copy, Move
 from graft.engine.kv.tensors import copy_blocks
 from graft.ops import ranks
 from graft.ops.layout import NAMES
@@ -47,12 +47,13 @@ class LeaderGraph:
         self.messages.send(STEP, inputs[: len(NAMES)])
         return self.graph(*inputs)
 
-    def copy(self, tensors: Sequence[Tensor], copies: Sequence[Copy]) -> None:
-        """copy_blocks, on every rank."""
+    def copy(self, tensors: Sequence[Tensor], moves: Sequence[Move]) -> None:
+        """copy_blocks, on every rank. It refuses other moves: ranks have no host memory for blocks."""
+        copies = [move for move in moves if isinstance(move, Copy)]
         if copies:
             pairs = torch.tensor([[copy.source, copy.target] for copy in copies])
             self.together(lambda: self.messages.send(COPY, [pairs]))
-        copy_blocks(tensors, copies)
+        copy_blocks(tensors, moves)
 
     def together(self, work: Callable[[], Any]) -> Any:
         """A rank that fails leaves the others in the middle of a step: there is no way back from that."""

@@ -112,4 +112,4 @@ def lead(engine: Engine, place: RankPlace | None, workers: Workers | None) -> No
     """On rank 0 of several: its steps are those of all."""
     if place is not None and place.rank == 0:
         leader = LeaderGraph(engine.graph, place.group, workers)
-        engine.graph, engine.copy = leader, leader.copy
+        engine.graph, engine.move = leader, leader.copy

@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from graft.base.device_memory import CacheSize, cache_size, is_out_of_memory, size_text
-from graft.base.errors import OutOfMemory
+from graft.base.errors import OutOfMemory, UsageError
 from graft.base.files import Progress
 from graft.engine.decode.build import loop_problem, make_loop
 from graft.engine.engine import Engine
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.offload import OPTION, HostMemory, offload_note, slots_for
 from graft.engine.kv.states import StateCache, slots_within, states_note
-from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, narrow_blocks
+from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks, narrow_blocks
 from graft.engine.options import EngineOptions
 from graft.engine.pooling import PoolingEngine
 from graft.engine.ranks.task import RankPlace
@@ -65,8 +66,11 @@ def build_engine(
     record = problem is None if record is None else record
     tensors = allocated(layers, found, record, block_size, device)
     reuse, foreseeing = options.enable_prefix_caching and not states, options.admission == "forecast"
-    events = EventQueue(options.max_events)
-    manager = BlockManager(found.blocks, block_size, fingerprint=content, prefix_reuse=reuse, events=events)
+    host = host_memory(tensors, size, options, place, recurrent=bool(states))
+    manager = BlockManager(
+        found.blocks, block_size, fingerprint=content, prefix_reuse=reuse,
+        host_blocks=0 if host is None else len(host.slots), events=EventQueue(options.max_events),
+    )  # fmt: skip
     rows = options.requests_at_once(device, found.blocks * block_size)
     rows = rows if kept is None else min(rows, kept.blocks)
     held = None if kept is None else StateCache(states, rows, device)
@@ -83,7 +87,9 @@ def build_engine(
         notes=(
             *(() if record else (f"decode: no CUDA graphs, because {problem}",)),
             *(() if held is None else (states_note(held, wanted),)),
+            *(() if host is None else (offload_note(host),)),
         ),
+        move=copy_blocks if host is None else host.move,
     )
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if layers and layers[0].dtype is FP8:
@@ -106,6 +112,21 @@ def allocated(
             f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
             f" {error}. Set kv_cache_memory to less"
         ) from error
+
+
+def host_memory(
+    tensors: Sequence[Tensor], block_bytes: int, options: EngineOptions, place: RankPlace | None, *, recurrent: bool
+) -> HostMemory | None:
+    """For blocks that are evicted, where it was asked for."""
+    if options.kv_offloading_size is None:
+        return None
+    if recurrent:
+        raise UsageError(f"{OPTION}: the states of recurrent layers are not cached by prefix, so no block comes back")
+    if place is not None:
+        raise UsageError(
+            f"{OPTION}: {place.world} ranks share out a block among themselves; it is for one rank so far"
+        )
+    return HostMemory(tensors, slots_for(options.kv_offloading_size, block_bytes))
 
 
 def room(
