@@ -110,8 +110,8 @@ FAULTS = [
     ),
     fault(
         "api/artifact/save.py",
-        '{f"initial/{name}": tensor.detach().contiguous()',
-        '{f"initial/{name}": tensor.detach().contiguous() + 1',
+        '{f"initial/{name}": values_of(tensor)',
+        '{f"initial/{name}": values_of(tensor) + 1',
         "unit/api/test_artifact.py::test_reset_brings_the_initial_values_back_after_loading",
     ),
     # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,8 +25,8 @@ PART_FAULTS = [
     ),
     fault(
         "weights/lazy.py",
-        "target = tensor.data.as_strided",
-        "target = tensor.detach().as_strided",
+        "part.read(whole_box(shape), tensor.data.as_strided(",
+        "part.read(whole_box(shape), tensor.detach().as_strided(",
         "unit/weights/test_gguf_blocks.py::test_rows_behind_parameters",
     ),
     # ── parts of one tensor, and parts of ranks ─────────────────────────────────────────────────────────────────

@@ -95,6 +95,7 @@ def connect(rank: int, world: int, backend: str, meeting: Callable[[], Any]) -> 
     if not distributed.is_available() or not available(backend):
         raise UsageError(f"this build of torch has no {backend}, which ranks exchange numbers with")
     try:
+        reset_group_names()
         distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, store=meeting())
         messages = distributed.new_group(backend="gloo", timeout=IDLE)
     except RuntimeError as error:
@@ -105,6 +106,14 @@ def connect(rank: int, world: int, backend: str, meeting: Callable[[], Any]) -> 
             f" unset GLOO_SOCKET_IFNAME{' and NCCL_SOCKET_IFNAME' if backend == 'nccl' else ''}"
         ) from error
     return TorchGroup(rank, world, backend, distributed.group.WORLD, messages)
+
+
+def reset_group_names() -> None:
+    """torch names groups by a count, which an init_process_group that fails leaves behind: the next group of this
+    process would have another name than on the other ranks, and all would wait for each other for STUCK. The end of a
+    group that did begin sets the count back."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    distributed.destroy_process_group()
 
 
 def available(backend: str) -> bool:

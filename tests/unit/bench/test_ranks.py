@@ -50,10 +50,10 @@ class HalfModel:
 def test_ranks_of_one_machine_read_everything_together_and_gpus_their_part():
     shared, own = HalfModel("gloo"), HalfModel("nccl")
     assert [devices_of(one) for one in (shared, own)] == [1, 2]
-    assert quantized_bytes(shared) == quantized_bytes(own) == 12
+    assert quantized_bytes(shared, 1) == quantized_bytes(own, 1) == 12
     assert lowered_of(shared) == "lowered"
     alone = SimpleNamespace(engine=SimpleNamespace(graph="whole"), graph_module=shared.graph_module)
-    assert (devices_of(alone), quantized_bytes(alone), lowered_of(alone), rank_facts(alone)) == (1, 6, "whole", {})
+    assert (devices_of(alone), quantized_bytes(alone, 1), lowered_of(alone), rank_facts(alone)) == (1, 6, "whole", {})
 
 
 def test_the_share_of_exchanges_is_told_where_it_can_be_measured():

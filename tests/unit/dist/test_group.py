@@ -32,6 +32,19 @@ def test_a_group_sums_gathers_and_counts(alone):
         connect(0, 1, "gloo", pytest.fail)
 
 
+def test_a_group_that_failed_to_begin_leaves_no_name_behind(monkeypatch):
+    """Another rank, which did not fail, counts from 0: both would wait for each other's addresses."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none9")
+    with pytest.raises(RuntimeError):
+        distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    group = connect(0, 1, "gloo", distributed.HashStore)
+    try:
+        assert group.data.group_name == "0"
+    finally:
+        group.leave()
+
+
 def test_a_broken_group_makes_room_for_another(alone):
     alone.enter()
     alone.broken = True

@@ -104,7 +104,8 @@ def follows(tokens: list[int], expected: list[int], logits: Tensor, margin: floa
 
 
 def test_all_is_packed_but_the_router_and_the_reason_is_told():
-    """DeepSeek: kv_b_proj and shared experts too. Memory and bytes of a step follow."""
+    """DeepSeek: shared experts too, and kv_b_proj where latent attention has not absorbed it. Memory and bytes of a
+    step follow."""
     llm = LLM(
         "tiny-deepseek-v3", dtype="float32", device="cpu", quantize="int4", backend="eager", kv_cache_memory="8MiB"
     )
@@ -114,10 +115,12 @@ def test_all_is_packed_but_the_router_and_the_reason_is_told():
         for n, p in llm.graph_module.named_parameters()
         if p.dim() > 1 and p.is_floating_point() and "_scale" not in n
     ]
-    assert sorted(floats) == ["model.embed_tokens.weight", "model.layers.1.mlp.gate.weight"]
-    assert "it is a router: 4 bits" in reasons(record) and len(record.near_misses) == 1
+    absorbed = [f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in (0, 1)]
+    assert sorted(floats) == sorted(["model.embed_tokens.weight", *absorbed, "model.layers.1.mlp.gate.weight"])
+    assert "it is a router: 4 bits" in reasons(record) and len(record.near_misses) == 3
+    assert reasons(record).count("the weight of latent attention is no linear layer's; it stays") == 2
     state = dict(llm.graph_module.named_parameters())
-    assert "model.layers.1.self_attn.kv_b_proj.weight_int4" in state
+    assert "model.layers.1.mlp.shared_experts.down_proj.weight_int4" in state
     experts = sum(p.nbytes for name, p in state.items() if ".mlp.experts." in name)
     one, all_of_them = (graph_weight_bytes(llm.graph_module, batch) for batch in (1, 10_000))
     assert experts > 0 and all_of_them - one == pytest.approx(experts * (1 - 2 / 8))

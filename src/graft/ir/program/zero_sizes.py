@@ -95,6 +95,6 @@ def zero_guards(environment: Any) -> list[Any]:
     """The guards that were kept, over the symbols that are left."""
     found = []
     for guard in getattr(environment, KEPT, ()):
-        left = {widened(symbol): widened(environment.replace(symbol)) for symbol in hints(environment)}
+        left = {widened(symbol): widened(environment.replace(expr=symbol)) for symbol in hints(environment)}
         found.append(guard.xreplace(left))
     return found
