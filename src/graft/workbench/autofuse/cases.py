@@ -4,6 +4,8 @@ and where an eps, a mask, a tail or a stride that is wrong does show."""
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +20,7 @@ SCALES = (1.0, 1e-3, 30.0)
 ODD = (math.nan, math.inf, -math.inf)
 HALVES = (torch.bfloat16, torch.float16)
 FAR = 2**30  # elements from one sequence to the next: three of them are beyond 32 bits
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.12 on
 
 
 class NotOneShape(Exception):
@@ -178,15 +181,22 @@ def broadcast_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
         yield KernelCase(name, made_of(changed, known, 1.0, torch.float32))
 
 
+def unbacked(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory that is zero and takes none until it is written, however little the machine has."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE} if sys.platform == "linux" else {}
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, **private), dtype=dtype)
+
+
 def far_case(shapes: Mapping[str, str], index: int) -> KernelCase | None:
     """Sequences so far apart that an offset of 32 bits does not reach the last: memory that is asked for, and touched
-    only where it is read."""
+    only where it is read. There is as much below them as such an offset goes astray, so that a kernel with one reads
+    wrong numbers, and not what belongs to nobody."""
     tensors = list(inputs(shapes, WIDTHS[0] if open_width(shapes) else 0, 1.0, (4, 2), torch.bfloat16))
     tensor = tensors[index]
     if tensor.dim() < 3 or tensor.shape[0] < 4:
         return None
-    reach = 3 * FAR + tensor[0].numel()
-    room = torch.empty(reach, dtype=tensor.dtype)
-    away = room.as_strided(tensor.shape, (FAR, *tensor.stride()[1:]))
+    astray, reach = 2 * FAR, 3 * FAR + tensor[0].numel()  # 2 * FAR elements on becomes as many back
+    room = unbacked(astray + reach, tensor.dtype)
+    away = room.as_strided(tensor.shape, (FAR, *tensor.stride()[1:]), astray)
     tensors[index] = away.copy_(tensor)
     return KernelCase(f"sequences {FAR:,} elements apart", tuple(tensors), far=True)
