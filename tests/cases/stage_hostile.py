@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 
@@ -95,3 +96,23 @@ def calls_helper(x):
 
 calls_helper_inputs = ONE
 number = 3
+
+
+def leaves(x):
+    y = x + 1
+    os._exit(0)
+    return y
+
+
+def leaves_inputs():
+    return [(torch.ones(2),)]
+
+
+def reads_nothing(x):
+    y = x * 2
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return y + 1
+
+
+def reads_nothing_inputs():
+    return [(torch.ones(2),)]

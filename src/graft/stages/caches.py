@@ -29,20 +29,20 @@ MOST = 200  # characters of a component: a graph is thousands
 
 
 @contextmanager
-def own_caches() -> Iterator[Path]:
-    """Within it, compiled graphs are looked for and kept in an empty folder, which is then gone.
+def own_caches(inside: Path | None = None) -> Iterator[Path]:
+    """Within it, compiled graphs are looked for and kept in an empty folder (of `inside`), which is then gone.
 
     So every pass runs, keys are made, and the user's caches stay as they are. Compiled C++ and Triton code is found
     by its source as always: a new folder for that would build precompiled headers again, up to a minute.
     """
     if missing(NEEDS):  # the stage says so; all else can still be told
-        with without_caches(), tempfile.TemporaryDirectory(prefix="graft-stages-") as folder:
+        with without_caches(), tempfile.TemporaryDirectory(prefix="graft-stages-", dir=inside) as folder:
             yield Path(folder)
         return
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor.codecache import FxGraphCache
 
-    with tempfile.TemporaryDirectory(prefix="graft-stages-") as folder:
+    with tempfile.TemporaryDirectory(prefix="graft-stages-", dir=inside) as folder:
         home = Path(folder)
         with (
             swapped(FxGraphCache, "_get_tmp_dir", lambda _: lambda: str(home / "fxgraph")),

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch._dynamo.callback
 import torch._dynamo.output_graph
 
 from graft.stages.breaks import read_breaks
@@ -21,7 +22,12 @@ from graft.stages.recompiles import SeenFailures, read_recompilations, watch_fai
 from graft.stages.story import DynamoStage, StageGraph, SymbolRecord
 from graft.stages.trace import TraceCollector, current_graph, stack_line
 
-NEEDS = ("torch._dynamo.output_graph:OutputGraph.call_user_compiler", "torch._dynamo.exc:Unsupported")
+NEEDS = (
+    "torch._dynamo.output_graph:OutputGraph.call_user_compiler",
+    "torch._dynamo.exc:Unsupported",
+    "torch._dynamo.callback:callback_handler.start_callbacks",
+    "torch._dynamo.callback:callback_handler.end_callbacks",
+)
 LIMIT = re.compile(r"hit config\.(\w+)[^\n]*")
 
 
@@ -66,6 +72,10 @@ def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
 
     handler, logger = LimitHandler(seen), logging.getLogger("torch._dynamo.convert_frame")
     logger.addHandler(handler)
+    compilations = torch._dynamo.callback.callback_handler
+    begins, ends = (lambda _: reached.at(1, "tracing")), (lambda _: reached.compiled())
+    compilations.register_start_callback(begins)
+    compilations.register_end_callback(ends)
     costs = nullcontext() if missing(GUARDS) else watch_guards(seen.guards)
     failures = nullcontext() if missing(FAILURES) else watch_failures(seen.failures)
     try:
@@ -73,6 +83,9 @@ def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
             yield
     finally:
         logger.removeHandler(handler)
+        for kept, ours in ((compilations.start_callbacks, begins), (compilations.end_callbacks, ends)):
+            if ours in kept:  # a reset has taken them away
+                kept.remove(ours)
 
 
 def frame_of(output: Any) -> str:

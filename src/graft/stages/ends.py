@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graft.base.errors import GraftError
 from graft.ir.nodes import FRAME, TORCH
 from graft.stages.kernels import read_source
 from graft.stages.story import StoryEnd
@@ -24,13 +23,17 @@ def ended(watch: StageWatch, error: BaseException, index: int) -> StoryEnd:
     if not torch.is_grad_enabled() and "does not require grad" in told:
         told += " (a story's calls are made without gradients)"
     compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
-    inside = compiler or isinstance(error, GraftError)
     if compiler and isinstance(error.__cause__, Exception):
         told = first_line(error.__cause__)
-    if inside or watch.reached.stage > 1:
-        return StoryEnd(watch.reached.stage, watch.reached.doing, told)
+    reached = watch.reached
+    if reached.stage > 1:
+        return StoryEnd(reached.stage, reached.doing, told)
+    if compiler:
+        return StoryEnd(1, "tracing", told)
     if kernels := checked_by(watch, told):
         return StoryEnd(6, f"running call {index + 1}, in {' or '.join(kernels)}", told)
+    if reached.failed is not None and reached.failed[0] is error:
+        return StoryEnd(6, reached.failed[1], told)
     return StoryEnd(0, f"running call {index + 1}: the program itself raised", told)
 
 

@@ -52,10 +52,39 @@ def swapped(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
 
 
 class Reached:
-    """How far the compilation under way has come, for the story of one that fails."""
+    """How far the run under way has come, for the story of one that fails. Stage 0: the program itself runs.
+
+    call: which of the calls is made. failed: the error that generated code raised, and what it was doing. told: is
+    called with every step.
+    """
 
     def __init__(self) -> None:
-        self.stage, self.doing = 1, "tracing"
+        self.stage, self.doing, self.call = 1, "tracing", 1
+        self.failed: tuple[BaseException, str] | None = None
+        self.told: Callable[[int, str], None] | None = None
 
     def at(self, stage: int, doing: str) -> None:
         self.stage, self.doing = stage, doing
+        if self.told is not None:
+            self.told(stage, doing)
+
+    def compiled(self) -> None:
+        """A compilation is over. One that failed on its way stays where it was."""
+        if self.stage <= 1:
+            self.at(0, f"running call {self.call}")
+
+    def running(self, call: Callable[..., Any], graph: str) -> Callable[..., Any]:
+        """Generated code that says when it runs."""
+
+        def run(*args: Any) -> Any:
+            doing = f"running call {self.call}, in the code of graph {graph}"
+            self.at(6, doing)
+            try:
+                return call(*args)
+            except BaseException as error:
+                self.failed = (error, doing)
+                raise
+            finally:
+                self.at(0, f"running call {self.call}")
+
+        return run

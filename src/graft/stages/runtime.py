@@ -50,6 +50,8 @@ def watch_runtime(seen: SeenRuntime, reached: Reached) -> Iterator[None]:
             result = before(self, example_inputs, constants, graph_kwargs)
             kept = bool(graph_kwargs.get("cudagraphs"))
             seen.cudagraphs.append(CudagraphRecord(number, asked, asked and kept, skip_reason(self, asked, kept)))
+            if self.current_callable is not None:
+                self.current_callable = reached.running(self.current_callable, number)
             return result
 
         return post_compile

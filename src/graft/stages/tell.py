@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -37,6 +38,17 @@ Elsewhere = Callable[
 ]  # artifacts, first call, its result
 
 
+class Keeper(Protocol):
+    """Is given what is known, step by step: what is left of a run whose process is killed. folder: for files of the
+    run itself."""
+
+    folder: Path
+
+    def at(self, stage: int, doing: str) -> None: ...
+
+    def story(self, story: Story) -> None: ...
+
+
 def tell_story(
     function: Callable[..., Any],
     calls: Sequence[tuple[Any, ...]],
@@ -50,40 +62,66 @@ def tell_story(
     whole: bool = True,
     values: bool = False,
     elsewhere: Elsewhere | None = None,
+    keeper: Keeper | None = None,
 ) -> Story:
     """Compiles `function` and makes each of `calls`, on copies of their arguments.
 
     backend: eager shows stage 1 alone, in a fraction of the time. whole: also the graph before ops are taken apart
     (one more trace), and the first call once more out of the cache, with each kernel of it timed alone. values: also
     what every launch of that call wrote. elsewhere: makes the first call in a fresh process with the artifacts.
+    keeper: is given the story so far before the program or generated code goes on.
     """
     trust_instruction_sets()
     made = story_backend(backend)
     settings = compile_settings(made, dynamic, mode, options)
     named = [by_name(function, args) for args in calls]
-    name = target or getattr(function, "__name__", type(function).__name__)
+    name, device = target or getattr(function, "__name__", type(function).__name__), device_of(function, calls)
     if problem := missing(TRACE):  # without the trace there is nothing to tell
         nothing = StoryEnd(0, "looking for torch's structured trace", problem)
-        return Story(name, backend, torch.__version__, device_of(function, calls), end=nothing)
+        return Story(name, backend, torch.__version__, device, end=nothing)
     end: StoryEnd | None = None
     reset_compiler()
     try:
-        with own_caches() as home, grad_mode(gradients), only_new_artifacts():
+        inside = keeper.folder if keeper is not None else None
+        with own_caches(inside) as home, grad_mode(gradients), only_new_artifacts():
             with watching(home) as watch:
+
+                def so_far() -> Story:
+                    return watch.story(name, backend=backend, device=device, calls=named, reports=reports_of(made))
+
+                if keeper is not None:
+                    watch.reached.told = keeping(keeper, watch, so_far)
                 end = make_calls(watch, function, calls, settings, keep=elsewhere is not None)
-            reports: Sequence[Report] = tuple(made.reports) if isinstance(made, Backend) else ()
+            reports = reports_of(made)
             content = save_cache_artifacts() if elsewhere is not None and end is None and backend != "eager" else None
             if whole and end is None and backend != "eager":
                 more_of_it(watch, function, calls[0], settings, dynamic, values)
             if elsewhere is not None and content is not None:
                 watch.fresh = elsewhere(content, function, calls[0], watch.result)
-            story = watch.story(
-                name,
-                backend=backend, device=device_of(function, calls), calls=named, reports=reports, end=end,
-            )  # fmt: skip
+            story = watch.story(name, backend=backend, device=device, calls=named, reports=reports, end=end)
     finally:
         reset_compiler()
     return with_problems(story)
+
+
+def reports_of(backend: Backend | str) -> tuple[Report, ...]:
+    return tuple(backend.reports) if isinstance(backend, Backend) else ()
+
+
+def keeping(keeper: Keeper, watch: StageWatch, so_far: Callable[[], Story]) -> Callable[[int, str], None]:
+    """Hands on every step, and the story where something was compiled since and what may end the process follows."""
+    known = -1
+
+    def told(stage: int, doing: str) -> None:
+        nonlocal known
+        keeper.at(stage, doing)
+        if stage in (0, 6) and doing.startswith("running") and len(watch.trace.rows) != known:
+            known = len(watch.trace.rows)
+            keeper.story(so_far())
+
+    told(watch.reached.stage, watch.reached.doing)
+    keeper.story(so_far())
+    return told
 
 
 def story_backend(name: str) -> Backend | str:
@@ -117,6 +155,8 @@ def make_calls(
     compiled = torch.compile(function, **settings)
     started = time.perf_counter()
     for index, args in enumerate(calls):
+        watch.reached.call = index + 1
+        watch.reached.at(0, f"running call {index + 1}")
         try:
             result = compiled(*copies(args, watch.notes))
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a program raises ends its story, told there

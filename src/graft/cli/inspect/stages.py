@@ -10,13 +10,16 @@ import typer
 from typer.core import TyperGroup
 
 from graft.base.errors import UsageError, near
+from graft.cli.alone import process
 from graft.cli.aside import output_aside
 from graft.cli.documents import print_json
 from graft.cli.guard import guarded
 from graft.cli.options import Device, DType, Json
+from graft.cli.waiting import end_waiting
 
 if TYPE_CHECKING:
     from graft.stages.story import Story
+    from graft.stages.tell import Keeper
     from graft.workbench.diff_text import StyledLine
     from graft.workbench.stages.questions import Answer
 
@@ -187,6 +190,22 @@ def story_of(
     if ".py:" in target:
         settings = {"--tokens": tokens != "8", "--dtype": dtype != "auto", "--device": device != "auto"}
         check_used("a function, whose inputs say it", settings)
+
+    def make(keeper: Keeper | None = None) -> Story:
+        return new_story(target, backend, dynamic, mode, options or [], tokens, dtype, device, values, fresh, keeper)
+
+    if not process.alone:
+        return make()
+    from graft.workbench.stages.apart import tell_apart
+
+    end_waiting()  # its thread is none of the other process
+    return tell_apart(make, target)
+
+
+def new_story(
+    target: str, backend: str, dynamic: str, mode: str, options: list[str], tokens: str, dtype: str, device: str,
+    values: bool, fresh: bool, keeper: Keeper | None,
+) -> Story:  # fmt: skip
     check_mode(mode)
     from graft.cli.show import progress_bar
     from graft.stages.tell import tell_story
@@ -194,14 +213,14 @@ def story_of(
     from graft.workbench.stages.fresh import FreshRun
     from graft.workbench.stages.targets import find_target
 
-    given, counts = read_options(options or []), read_tokens(tokens)
+    given, counts = read_options(options), read_tokens(tokens)
     again = FreshRun(target, list(counts), dtype, device, backend, DYNAMIC[dynamic], mode or None, given)
     with progress_bar() as progress, output_aside():
         found = find_target(target, counts, progress, dtype=dtype, device=device)
         progress("compiling with every stage watched", 0, 1)
         return tell_story(
             found.function, found.calls, target=found.name, backend=backend, dynamic=DYNAMIC[dynamic],  # pyrefly: ignore
-            mode=mode or None, options=given, values=values, elsewhere=again if fresh else None,
+            mode=mode or None, options=given, values=values, elsewhere=again if fresh else None, keeper=keeper,
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def is_story(path: str) -> bool:
 
 def save_story(story: Story, folder: Path) -> None:
     """All files, or none."""
-    files = {folder / FILE: json.dumps({"format": FORMAT, **story.to_dict()}, indent=1) + "\n"}
+    files = {folder / FILE: story_text(story)}
     whole, apart = story.functional.whole, story.functional.graphs
     stops = {
         "1_dynamo": story.dynamo.graphs,
@@ -38,6 +38,10 @@ def save_story(story: Story, folder: Path) -> None:
     for graph, code in story.kernels.code.items():
         files[folder / "code" / f"{file_name(graph)}.py"] = code
     write_together(files)
+
+
+def story_text(story: Story) -> str:
+    return json.dumps({"format": FORMAT, **story.to_dict()}, indent=1) + "\n"
 
 
 def file_name(graph: str) -> str:

@@ -1,0 +1,96 @@
+"""A story in a process of its own: whatever ends that process ends its story, with what was known up to there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from torch._inductor.async_compile import AsyncCompile
+
+import stage_hostile as hostile
+import stage_programs as programs
+from graft.base.errors import GraftError, RunMismatch, UsageError
+from graft.stages.story import Story
+from graft.stages.tell import tell_story
+from graft.workbench.stages.apart import tell_apart
+from processes import run_python
+
+
+def apart(function, calls, **settings) -> Story:
+    return tell_apart(lambda keeper: tell_story(function, calls, keeper=keeper, **settings), "program.py:f")
+
+
+def of(name: str) -> Story:
+    return apart(getattr(hostile, name), getattr(hostile, f"{name}_inputs")(), backend="eager")
+
+
+def test_a_story_that_comes_to_its_end_is_the_same_as_told_here():
+    told = apart(programs.scaled, programs.scaled_inputs(), target="scaled", backend="eager")
+    assert told.end is None and told.target == "scaled" and len(told.dynamo.graphs) == 2
+    assert [(one.expected, one.actual) for one in told.dynamo.recompilations] == [("2", "3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("leaves", "the process left with code 0"), ("reads_nothing", "the process was ended by SIGSEGV")],
+)
+def test_a_program_that_ends_its_process_ends_its_story(name, how):
+    story = of(name)
+    assert str(story.end) == f"ended outside of the compiler, running call 1: {how}"
+    assert len(story.dynamo.graphs) == 1 and story.dynamo.breaks  # what was traced before
+
+
+@pytest.mark.parametrize("signal_name", ["SIGSEGV", "SIGABRT"])
+def test_generated_code_that_ends_its_process_is_told_with_the_kernels_that_check_indices(monkeypatch, signal_name):
+    """An exception that leaves a parallel loop aborts; what the code is made of is known before it runs."""
+
+    def ending(*_args):
+        os.kill(os.getpid(), getattr(signal, signal_name))
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_args, **_kwargs: ending)
+    story = apart(programs.picked, programs.picked_inputs())
+    assert story.end and (story.end.stage, story.end.doing) == (6, "running call 1, in the code of graph 0/0")
+    assert f"ended by {signal_name}; indices are checked in cpp_fused_index_mul_0, where" in story.end.error
+    assert story.kernels.kernels[0].source and story.scheduling.nodes
+    story = apart(programs.longer, programs.longer_inputs())
+    assert story.end and story.end.error == f"the process was ended by {signal_name}"
+
+
+def test_a_pass_that_ends_its_process_is_told_as_that():
+    def ending(_graph):
+        os._exit(7)
+
+    story = apart(programs.longer, programs.longer_inputs(), options={"post_grad_custom_post_pass": ending})
+    assert story.end and story.end.stage == 3 and story.end.error == "the process left with code 7"
+
+
+def raising(error):
+    def make(_keeper):
+        raise error
+
+    return make
+
+
+def test_errors_are_those_of_the_other_process(capfd):
+    with pytest.raises(UsageError, match=r"^no such thing$"):
+        tell_apart(raising(UsageError("no such thing")), "t")
+    with pytest.raises(RunMismatch) as told:
+        tell_apart(raising(RunMismatch("a", "b")), "t")
+    assert str(told.value) == str(RunMismatch("a", "b")) and told.value.exit_code == 2
+    with pytest.raises(GraftError, match="the story could not be told: KeyError: 'gone'"):
+        tell_apart(raising(KeyError("gone")), "t")
+    assert "Traceback" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        tell_apart(raising(KeyboardInterrupt()), "t")
+    with pytest.raises(UsageError, match=r"^t cannot be used: the process left with code 9 before anything was"):
+        tell_apart(lambda _: os._exit(9), "t")
+
+
+def test_a_command_outlives_the_program(tmp_path: Path):
+    words = ("-m", "graft", "stages", f"{hostile.__file__}:leaves", "--backend", "eager", "--json")
+    done = run_python(*words, cwd=tmp_path)
+    assert done.returncode == 1 and json.loads(done.stdout)["end"]["error"] == "the process left with code 0"
+    assert not list(tmp_path.iterdir())
