@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("TQDM_DISABLE", "1")):
     os.environ.setdefault(name, value)
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, emoji=False)  # `model.py:100:` is a line, and no emoji
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from graft.ir.nodes import FRAME, TORCH, module_path, source_line, static_int, t
 from graft.stages.origins import inner_name
 from graft.stages.story import StageGraph, StageNode
 
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, in its repr
 SELF = re.compile(r"^(L\['self'\]\.?|L\['(\w+)'\])")  # Dynamo's name of the module that is compiled
 
 
@@ -46,7 +47,21 @@ def record_node(node: Node, path: str = "") -> StageNode:
         SELF.sub(r"\2", module_path(node)),
         () if path else sources_of(node),
         target_text(original) if original is not None and original != node.target else "",
+        args=arguments_text(node, path),
     )
+
+
+def arguments_text(node: Node, path: str) -> str:
+    """As `graph_text` has them, by the names of this story."""
+
+    def named(value: Any) -> str:
+        if isinstance(value, Node):
+            return f"%{inner_name(path, value.name)}"
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(named, value))}]"
+        return ADDRESS.sub("", str(value))
+
+    return ", ".join([*map(named, node.args), *(f"{key}={named(value)}" for key, value in node.kwargs.items())])
 
 
 def example_text(node: Node) -> str:

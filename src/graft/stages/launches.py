@@ -22,7 +22,7 @@ from graft.stages.trace import TraceCollector
 
 NAMESPACES = ("extern_kernels", "aten", "torch")  # what a module calls that is not generated
 IN_A_ROW, REPEATS, TRIES = 5, 7, 4  # the least of four medians: what else a machine does only adds to a time
-CHANGES = "it changes whole numbers that it reads, so it cannot be called twice with the same"
+CHANGES = "a second call makes other whole numbers (a position, a random number), so it is not called again and again"
 
 
 @dataclass
@@ -162,17 +162,19 @@ def values_of(graph: str, kernel: str, made: Sequence[tuple[str, Any]]) -> tuple
     found = []
     for name, value in made:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and not tensor.is_meta:
                 found.append(value_record(graph, kernel, name, tensor))
     return tuple(found)
 
 
 def value_record(graph: str, kernel: str, name: str, tensor: torch.Tensor) -> ValueRecord:
-    """Least, largest and mean of what is finite, and how many are not."""
+    """Least, largest and mean of what is finite, and how many are not; complex numbers by their absolute values."""
+    kind = argument_text(tensor)
+    if tensor.is_complex():
+        tensor, kind = tensor.detach().abs(), f"{kind} absolute values"
     flat = tensor.detach().flatten().double()
     finite = flat[flat.isfinite()]
     odd = flat.numel() - finite.numel()
-    kind = argument_text(tensor)
     if not finite.numel():
         return ValueRecord(graph, kernel, name, kind, not_finite=odd)
     return ValueRecord(graph, kernel, name, kind, finite.min().item(), finite.max().item(), finite.mean().item(), odd)

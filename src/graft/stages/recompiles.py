@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.guards
+from torch.utils import _pytree as pytree
 
 from graft.stages.needs import swapped
 from graft.stages.story import Recompilation
@@ -33,6 +34,7 @@ SIGNS: dict[type[ast.cmpop], str] = {
 TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 COMPILED = "what it was compiled with"
 Values = tuple[str, str]  # expected, actual
+MOST = 4  # members of a list that are told
 
 
 @dataclass
@@ -125,11 +127,26 @@ def type_text(kind: type) -> str:
 def value_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if type(value) in (list, tuple, dict) and any(isinstance(one, torch.Tensor) for one in pytree.tree_leaves(value)):
+        return nested_text(value)
     try:
         text = repr(value)
     except Exception as error:  # noqa: BLE001  a class of the program may have any __repr__
         return f"a {type_text(type(value))} whose repr raises {type(error).__name__}"
     return text if len(text) < 40 else f"{text[:37]}…"
+
+
+def nested_text(value: Any) -> str:
+    """`[float32[4], 2]`, `{'a': float32[4]}`: what holds tensors, without their numbers."""
+    if type(value) is dict:
+        inside = [f"{key!r}: {nested_text(one)}" for key, one in value.items()]
+    elif type(value) in (list, tuple):
+        inside = [nested_text(one) for one in value]
+    else:
+        return value_text(value)
+    shown = ", ".join([*inside[:MOST], *(["…"] if len(inside) > MOST else [])])
+    first, last = {dict: "{}", list: "[]", tuple: "()"}[type(value)]
+    return f"{first}{shown}{last}"
 
 
 def read_recompilations(trace: TraceCollector, seen: SeenFailures) -> tuple[Recompilation, ...]:

@@ -23,6 +23,7 @@ class StageNode:
     sources: tuple[str, ...] = ()
     original: str = ""  # the op that it was taken apart from
     callers: tuple[str, ...] = ()  # in Dynamo's graph: lines from where `line` was called, the outermost first
+    args: str = ""  # `%x, 2, dim=1`; of the output, what is returned
 
 
 @dataclass(frozen=True)

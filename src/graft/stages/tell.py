@@ -27,7 +27,7 @@ from graft.stages.launches import measure_graphs
 from graft.stages.needs import missing
 from graft.stages.runtime import NEEDS as RUNTIME
 from graft.stages.runtime import RunnableGraph, watch_graphs
-from graft.stages.story import FreshProcess, Story, StoryEnd
+from graft.stages.story import STAGES, FreshProcess, Story, StoryEnd
 from graft.stages.trace import NEEDS as TRACE
 from graft.stages.trace import tracing_rows
 from graft.stages.watch import StageWatch, missing_names, watching
@@ -87,7 +87,10 @@ def tell_story(
             with watching(home) as watch:
 
                 def so_far() -> Story:
-                    return watch.story(name, backend=backend, device=device, calls=named, reports=reports_of(made))
+                    reports = reports_of(made)
+                    return with_problems(
+                        watch.story(name, backend=backend, device=device, calls=named, reports=reports)
+                    )
 
                 if keeper is not None:
                     watch.reached.told = keeping(keeper, watch, so_far)
@@ -161,6 +164,10 @@ def make_calls(
             result = compiled(*copies(args, watch.notes))
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a program raises ends its story, told there
             return ended(watch, error, index)
+        if inspect.isgenerator(result) or inspect.iscoroutine(result):
+            kind = type(result).__name__
+            watch.notes.append(f"the function returns a {kind}, whose body nothing runs: tell of what it is made of")
+            result.close()
         if index == 0:
             watch.seconds = (time.perf_counter() - started, 0.0)
             watch.result = detached(result) if keep else None
@@ -186,8 +193,15 @@ def copied(value: Any, memo: dict[int, Any], notes: list[str]) -> Any:
 
 
 def detached(result: Any) -> Any:
-    """Copies of its tensors on the CPU: those of a CUDA graph change with the next replay."""
-    return pytree.tree_map(lambda one: one.detach().cpu().clone() if isinstance(one, torch.Tensor) else one, result)
+    """Copies of its tensors on the CPU: those of a CUDA graph change with the next replay. One of the device meta has
+    nothing to copy."""
+
+    def copied(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        return one.detach() if one.is_meta else one.detach().cpu().clone()
+
+    return pytree.tree_map(copied, result)
 
 
 def more_of_it(
@@ -225,7 +239,7 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, An
 
 
 def device_of(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> str:
-    tensors = [value for args in calls for value in args if isinstance(value, torch.Tensor)]
+    tensors = [value for value in pytree.tree_leaves(list(calls)) if isinstance(value, torch.Tensor)]
     tensors += list(function.parameters())[:1] if isinstance(function, torch.nn.Module) else []
     return str(tensors[0].device) if tensors else "cpu"
 
@@ -236,10 +250,12 @@ def with_problems(story: Story) -> Story:
     for name, problem in missing_names().items():
         changes[name] = replace(getattr(story, name), problem=problem)
     if story.backend == "eager":
-        for name in ("functional", "post_grad", "scheduling", "kernels", "runtime", "caches"):
+        for name in STAGES[1:]:
             changes.setdefault(
                 name, replace(getattr(story, name), problem="backend eager: Dynamo's graph runs as it is")
             )
     if not story.dynamo.graphs and "dynamo" not in changes:
         changes["dynamo"] = replace(story.dynamo, problem="nothing was compiled: Dynamo gave no graph to the backend")
+        for name in STAGES[1:]:  # of what is not there nothing is known: neither copies nor keys
+            changes.setdefault(name, replace(getattr(story, name), problem="nothing was compiled"))
     return replace(story, **changes)

@@ -118,3 +118,8 @@ def test_values_where_nothing_is_finite():
     record = value_record("0/0", "k", "out", torch.tensor([float("nan"), float("inf")]))
     assert (record.least, record.mean, record.not_finite) == (None, None, 2)
     assert argument_text(torch.zeros(2, 3).t()) == "float32[3, 2] (1, 3) cpu" and argument_text(4) == "4"
+
+
+def test_values_of_complex_numbers_are_their_absolute_values():
+    record = value_record("0/0", "k", "out", torch.tensor([3 + 4j, -1 + 0j, complex(float("nan"), 0)]))
+    assert (record.least, record.largest, record.not_finite) == (1, 5, 1) and "absolute values" in record.type

@@ -6,14 +6,16 @@ import inspect
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import stage_hostile as hostile
 from graft.base.errors import StoryEnded, UsageError
 from graft.cli.app import app
 from graft.stages.follow import follow
+from graft.stages.recompiles import value_text
 from graft.stages.story import FreshProcess, Story
-from graft.stages.tell import tell_story
+from graft.stages.tell import detached, device_of, tell_story
 from graft.workbench.stages.compare import diff_lines, diff_stories
 from graft.workbench.stages.fresh import FreshRun, same_bits, unsaved
 from graft.workbench.stages.questions import QUESTIONS, with_end
@@ -62,7 +64,7 @@ def test_a_program_that_exits_has_a_story_and_our_exit_code():
     ],
 )
 def test_wrong_requests_are_one_line_and_2(words, message):
-    done = run(*words, "--backend", "eager")
+    done = run(*words, *(() if words[1:2] in (("--mode",), ("--option",)) else ("--backend", "eager")))
     assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -125,10 +127,29 @@ def test_one_place_is_no_pair():
 
 
 def test_what_cannot_be_saved_for_another_process_is_told(tmp_path):
-    import torch
-
     found = FreshRun("t", [8])(b"", lambda x: x, (lambda: 1,), None)
     assert isinstance(found, FreshProcess) and found.problem.startswith("the arguments cannot be saved for it: ")
     assert unsaved((1,), tmp_path / "given") == ""
     odd = torch.tensor([float("nan"), 1.0])
     assert same_bits(odd, odd.clone()) and not same_bits(odd, odd + 1) and not same_bits(odd, odd.double())
+
+
+def test_what_a_call_returns_without_running_it_is_told():
+    def pieces(x):
+        yield x + 1
+
+    (note,) = tell_story(pieces, [(torch.ones(2),)], backend="eager").notes
+    assert note.startswith("the function returns a generator, whose body nothing runs")
+
+
+def test_results_that_have_no_numbers_are_compared_by_their_kind():
+    meta = torch.ones(2, 3, device="meta")
+    assert detached([meta, 3])[0] is not None and same_bits(meta, meta.clone())
+    assert not same_bits(meta, meta.t()) and not same_bits(meta, torch.ones(2, 3))
+
+
+def test_tensors_in_lists_are_told_by_their_kind_and_device():
+    args = ([torch.ones(2), 3], {"a": torch.ones(4)}, (torch.ones(1),) * 9)
+    assert [value_text(one) for one in args[:2]] == ["[float32[2], 3]", "{'a': float32[4]}"]
+    assert value_text(args[2]).endswith(", …)") and value_text([1, 2]) == "[1, 2]"
+    assert device_of(lambda *_: None, [([torch.ones(2, device="meta")],)]) == "meta"

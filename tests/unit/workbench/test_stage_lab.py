@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import stage_programs as programs
 from graft.base.errors import DumpError, UsageError
 from graft.cli.app import app
 from graft.stages.follow import follow
+from graft.stages.story import DynamoStage, StageGraph, StageNode, Story
 from graft.stages.tell import tell_story
 from graft.workbench.stages import questions
 from graft.workbench.stages.compare import diff_lines, diff_stories
@@ -216,7 +218,7 @@ def test_a_folder_that_is_no_story(tmp_path):
     (tmp_path / FILE).write_text("{}")
     with pytest.raises(DumpError, match="another version"):
         open_story(tmp_path)
-    (tmp_path / FILE).write_text('{"format": 1, "strange": 1}')
+    (tmp_path / FILE).write_text('{"format": 2, "strange": 1}')
     with pytest.raises(DumpError, match="no story: Story has no strange"):
         open_story(tmp_path)
 
@@ -224,3 +226,79 @@ def test_a_folder_that_is_no_story(tmp_path):
 def test_a_model_is_called_with_the_tokens_asked_for():
     target = find_target("tiny-llama", (3, 5))
     assert [call[0].shape[1] for call in target.calls] == [3, 5]
+
+
+def plus_then_times(x):
+    return (x + 1) * 2
+
+
+def plus_then_thrice(x):
+    return (x + 1) * 3
+
+
+def times_then_plus(x):
+    return (x * 2) + 1
+
+
+def two_of_each(x, y):
+    return (x + y) + (x - y), x * y
+
+
+def two_of_each_the_other_way(x, y):
+    return x * y, (x + y) + (x - y)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fact"),
+    [
+        (plus_then_times, plus_then_thrice, "operator.mul(_, 3) : f32[4]"),
+        (plus_then_times, times_then_plus, "operator.mul(input 0, 2)"),
+        (two_of_each, two_of_each_the_other_way, "output([operator.mul, operator.add])"),
+    ],
+)
+def test_a_program_that_computes_something_else_differs_in_stage_1(before, after, fact):
+    """Of the same ops and types, too: another number, another order."""
+    ones = torch.ones(4)
+    args = (ones, ones) if before is two_of_each else (ones,)
+    stories = [tell_story(one, [args], backend="eager") for one in (before, after)]
+    found = diff_stories(*stories)
+    assert found.first == 1 and fact in [text for text, _ in found.stages[0].added], found
+    assert diff_stories(stories[0], stories[0]).first is None
+
+
+def test_calls_that_read_the_same_ops_and_are_not_the_same_differ():
+    """add reads add and mul in both; which add is another."""
+    lines = "x placeholder ,a add %x 1,b add %x 2,m mul %a %b,c add %a %m,o output [%c]"
+    graph = [StageNode(name, op, args=" ".join(args)) for name, op, *args in map(str.split, lines.split(","))]
+    graphs = graph, [*graph[:4], replace(graph[4], args="%b %m"), graph[5]]
+    stages = [DynamoStage(graphs=(StageGraph("0/0", "f", tuple(one)),)) for one in graphs]
+    found = diff_stories(*(Story("f", "inductor", "2.13", "cpu", dynamo=one) for one in stages))
+    assert found.first == 1 and "the same calls in another order" in found.stages[0].added[0][0]
+
+
+def test_of_what_is_not_compiled_nothing_is_answered():
+    told = tell_story(lambda k: k + 1, [(1,)], target="counts")
+    assert told.dynamo.problem and not told.dynamo.graphs
+    for ask in (questions.why_missed, questions.what_copied, questions.why_no_cudagraph):
+        assert ask(told).answer == "nothing was compiled"
+    assert questions.why_missed(told, since=step()).answer == "nothing was compiled"
+    assert questions.why_recompiled(told).answer == questions.what_broke(told).answer == told.dynamo.problem
+
+
+def test_a_line_is_no_emoji(folder, monkeypatch):
+    told = replace(step(), notes=("model.py:100: a note",))
+    monkeypatch.setattr("graft.workbench.stages.saved.open_story", lambda _: told)
+    assert "model.py:100: a note" in run(folder)
+
+
+@pytest.mark.parametrize("words", [("--backend", "graft"), ("--tokens", "3"), ("--dtype", "float16"),
+                                   ("--device", "cpu"), ("--values",), ("--dynamic", "true")])  # fmt: skip
+def test_a_story_that_is_over_takes_no_settings(folder, words):
+    assert f"{words[0]} does nothing to" in run(folder, *words, code=2)
+
+
+def test_dynamo_alone_takes_no_settings_of_inductor():
+    for words in (("--mode", "reduce-overhead"), ("--option", "freezing=true")):
+        assert f"{words[0]} does nothing to --backend eager" in run(
+            f"{FILE_OF}:printed", "--backend", "eager", *words, code=2
+        )

@@ -174,7 +174,7 @@ def as_dict(written: Written) -> dict[str, object]:
 def show(written: Written) -> None:
     from rich.console import Console
 
-    out = Console(highlight=False)
+    out = Console(highlight=False, emoji=False)
     out.print(f"{written.name} in {written.root}", style="bold", markup=False, soft_wrap=True)
     for mark, paths in (("new", written.files), ("changed", written.changed)):
         for path in paths:

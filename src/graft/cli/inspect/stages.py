@@ -177,16 +177,25 @@ def check_dynamic(dynamic: str) -> None:
 def story_of(
     target: str, backend: str = "inductor", dynamic: str = "auto", mode: str = "", options: list[str] | None = None,
     tokens: str = "8", dtype: str = "auto", device: str = "auto", *, values: bool = False, fresh: bool = False,
+    enough: str = "inductor",
 ) -> Story:  # fmt: skip
+    """enough: the backend where none is asked for."""
     from graft.workbench.stages.saved import is_story, open_story
 
     check_dynamic(dynamic)
-    if backend not in ("inductor", "graft", "eager"):
+    if backend not in ("", "inductor", "graft", "eager"):
         raise UsageError(f"--backend {backend}: write inductor, graft or eager")
     if is_story(target):
-        settings = {"--mode": mode, "--option": options, "--dynamic": dynamic != "auto", "--values": values}
+        settings = {
+            "--mode": mode, "--option": options, "--dynamic": dynamic != "auto", "--values": values,
+            "--backend": backend not in ("", "inductor"), "--tokens": tokens != "8", "--dtype": dtype != "auto",
+            "--device": device != "auto",
+        }  # fmt: skip
         check_used(f"{target}, which holds a story of a run that is over", {n: bool(v) for n, v in settings.items()})
         return open_story(target)
+    backend = backend or enough
+    if backend == "eager":
+        check_used("--backend eager, which compiles nothing", {"--mode": bool(mode), "--option": bool(options)})
     if ".py:" in target:
         settings = {"--tokens": tokens != "8", "--dtype": dtype != "auto", "--device": device != "auto"}
         check_used("a function, whose inputs say it", settings)
@@ -338,8 +347,9 @@ def ask(
     if since is not None and question != "cache":
         raise UsageError("--since is for the question cache")
     earlier = {"since": open_story(since)} if since is not None else {}
-    enough = "eager" if question in ("recompiles", "breaks") else "inductor"  # Dynamo alone knows these
-    story = story_of(target, backend or enough, dynamic, mode, options, tokens)
+    dynamo = question in ("recompiles", "breaks") and not (mode or options)  # Dynamo alone knows these
+    enough = "eager" if dynamo else "inductor"
+    story = story_of(target, backend, dynamic, mode, options, tokens, enough=enough)
     answer = with_end(asked.ask(story, *(words or []), **earlier), story)
     if as_json:
         print_json("stages-ask", asdict(answer))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from graft.stages.story import STAGES, StageGraph, Story
+from graft.stages.follow import NO_CALLS
+from graft.stages.story import STAGES, StageGraph, StageNode, Story
 from graft.workbench.diff_text import StyledLine
 from graft.workbench.stages.text import TITLES, cut
 
+NAME = re.compile(r"%(\w+)")
 NOISE = 0.2  # of a kernel's time: what two readings of a few µs differ by
 
 
@@ -59,6 +62,9 @@ def diff_stories(before: Story, after: Story) -> StoryDiff:
         before, after = without_keys(before), without_keys(after)
     for number, name in enumerate(STAGES, 1):
         left, right = Counter(FACTS[name](before)), Counter(FACTS[name](after))
+        for finer in (wiring, results) if name in GRAPHS else ():  # of the same calls: do they read the same?
+            if left == right:
+                left, right = Counter(finer(GRAPHS[name](before))), Counter(finer(GRAPHS[name](after)))
         if left != right:
             found.append(StageDiff(number, tuple((left - right).items()), tuple((right - left).items())))
     ends = tuple(f"{which} {one.end}" for which, one in (("A", before), ("B", after)) if one.end is not None)
@@ -85,9 +91,44 @@ def title(story: Story) -> str:
 
 
 def calls_of(graphs: Iterable[StageGraph]) -> list[str]:
-    """Each call with its type, without names: `aten.mul.Tensor : f32[4, 8]`."""
-    skipped = ("placeholder", "get_attr", "output")
-    return [f"{node.op} : {node.type}" for graph in graphs for node in graph.nodes if node.op not in skipped]
+    """Each call with its numbers and its type, without names: `aten.mul.Tensor(_, 2) : f32[4, 8]`."""
+    return [
+        f"{node.op}({NAME.sub('_', node.args)}) : {node.type}"
+        for graph in graphs
+        for node in graph.nodes
+        if node.op not in NO_CALLS
+    ]
+
+
+def wiring(graphs: Iterable[StageGraph]) -> list[str]:
+    """Each call, and what is returned, with the ops that it reads."""
+    found = []
+    for graph in graphs:
+        names = labels(graph)
+        found += [read_with(names, node) for node in graph.nodes if node.op not in ("placeholder", "get_attr")]
+    return found
+
+
+def results(graphs: Iterable[StageGraph]) -> list[str]:
+    """What is returned, by a digest of all that it is made of."""
+    found = []
+    for graph in graphs:
+        names = labels(graph)
+        for node in graph.nodes:
+            if node.op not in ("placeholder", "get_attr"):
+                names[node.name] = hashlib.sha256(read_with(names, node).encode()).hexdigest()[:8]
+        found += [f"the same calls in another order: {names[n.name]}" for n in graph.nodes if n.op == "output"]
+    return found
+
+
+def labels(graph: StageGraph) -> dict[str, str]:
+    """The op of each node; an input by its position, since names are the program's."""
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    return {n.name: n.op for n in graph.nodes} | {name: f"input {index}" for index, name in enumerate(inputs)}
+
+
+def read_with(names: Mapping[str, str], node: StageNode) -> str:
+    return f"{node.op}({NAME.sub(lambda found: names.get(found[1], found[0]), node.args)})"
 
 
 def dynamo_facts(story: Story) -> list[str]:
@@ -165,6 +206,13 @@ FACTS: dict[str, Callable[[Story], list[str]]] = {
     "kernels": kernel_facts,
     "runtime": runtime_facts,
     "caches": cache_facts,
+}
+
+
+GRAPHS: dict[str, Callable[[Story], tuple[StageGraph, ...]]] = {
+    "dynamo": lambda story: story.dynamo.graphs,
+    "functional": lambda story: story.functional.graphs,
+    "post_grad": lambda story: story.post_grad.graphs,
 }
 
 

@@ -27,7 +27,8 @@ class Answer:
 def why_recompiled(story: Story) -> Answer:
     question, found = "why did it recompile?", story.dynamo.recompilations
     if not found:
-        return Answer(question, "it did not: every graph was compiled once", story.dynamo.notes)
+        once = "it did not: every graph was compiled once" if story.dynamo.graphs else story.dynamo.problem
+        return Answer(question, once, story.dynamo.notes)
     details = []
     for one in found:
         at, told = (f" ({one.line})" if one.line else ""), values_told(one)

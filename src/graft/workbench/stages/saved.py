@@ -11,7 +11,7 @@ from graft.base.files import write_together
 from graft.stages.story import Story
 
 FILE = "story.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def is_story(path: str) -> bool:
