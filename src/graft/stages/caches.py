@@ -76,7 +76,9 @@ def read_lookup(row: TraceRow) -> CacheLookup:
             components[found[2]] = f"{found[1][:12]} {' '.join(found[3].split())[:MOST]}"
     reason = data.get("cache_bypass_reason") or (data.get("cache_status_detailed", "") if outcome == "miss" else "")
     saved = float(data.get("time_saved_ns") or 0) / 1e6 or float(data.get("time_saved_ms") or 0)
-    return CacheLookup(row.graph, cache, outcome, data.get("key") or "", str(reason), components, saved)
+    return CacheLookup(
+        row.graph, cache, outcome, data.get("key") or "", " ".join(str(reason).split()), components, saved
+    )
 
 
 def cache_stage(

@@ -211,6 +211,8 @@ def decompositions_of(graph: StageGraph) -> list[Decomposition]:
     """Nodes that remember another op than they are, by what they came from: silu → neg, exp, add, div."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for node in graph.nodes:
+        if node.op == "operator.getitem":  # one of several results of what stays whole
+            continue
         if node.original and node.original.split(".")[:2] != node.op.split(".")[:2]:
             groups.setdefault((node.original, node.sources), []).append(node.op)
     kinds = Counter((op, tuple(into)) for (op, _), into in groups.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,9 @@ NEEDS = (
     *(f"torch._inductor.{module}:{WRITTEN}" for module in ("debug", "codegen.cpp", "codegen.triton")),
     *ORIGINS,
 )
+WRAPPED = "inductor_entry_impl("  # the function of C++ that calls the kernels, where Python does not
+IN_CPP = re.compile(r'^extern "C"\s+void\s+(\w+)\([^;{]*\)\n\{\n.*?^\}', re.M | re.S)
+IN_WRAPPER = "C++ calls it: option cpp_wrapper"
 NO_GPU = "registers and spills: of Triton kernels on a GPU; this run was on {device}"
 
 
@@ -79,8 +83,11 @@ def noting_launches(before: Callable[..., Any], seen: SeenKernels) -> Callable[.
 
 
 def read_kernels(tree: ast.AST) -> Iterator[GeneratedKernel]:
-    """`name = async_compile.LANGUAGE(…, '''source''', …)`; the source is the longest text among the arguments."""
+    """`name = async_compile.LANGUAGE(…, '''source''', …)`; the source is the longest text among the arguments. With
+    `cpp_wrapper` all kernels stand in one text of C++."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and WRAPPED in node.value:
+            yield from (GeneratedKernel(found[1], "cpp", found[0]) for found in IN_CPP.finditer(node.value))
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
             continue
         called, target = dotted(node.value.func), node.targets[0]
@@ -160,8 +167,13 @@ def kernels_of(
         where = tuple(dict.fromkeys(line for node in nodes if (line := lines.get(node))))
         count = len(by_launch) or called.count(name) or 1
         source = kernel.source if kernel else ""
+        untimed = IN_WRAPPER if WRAPPED in code else ""
         apart = tuple(by_launch) if len(by_launch) > 1 else ()
-        found.append(KernelRecord(graph, name, language, count, tuple(nodes), where, source, by_launch=apart))
+        found.append(
+            KernelRecord(
+                graph, name, language, count, tuple(nodes), where, source, not_timed=untimed, by_launch=apart
+            )
+        )
     return found
 
 

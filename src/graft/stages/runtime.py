@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch._inductor.config
 
+from graft.stages.kernels import WRAPPED
 from graft.stages.needs import Reached, swapped
 from graft.stages.story import CudagraphRecord, RuntimeStage, ValueRecord
 from graft.stages.trace import TraceCollector, current_graph
@@ -117,12 +118,15 @@ def runtime_stage(seen: SeenRuntime, trace: TraceCollector, values: tuple[ValueR
         for one in seen.cudagraphs
     ]
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
-    called = {graph: text.partition("def call(")[2] for graph, text in code.items()}
+    called = {graph: text.partition(WRAPPED if WRAPPED in text else "def call(")[2] for graph, text in code.items()}
     whole = "\n".join(code.values())
     return RuntimeStage(
         cudagraphs=tuple(records),
-        allocations={g: len(re.findall(r"= empty_strided\w*\(", text)) for g, text in called.items()},
-        reused={g: len(re.findall(r"# reuse$", text, re.M)) for g, text in called.items()},
+        allocations={
+            g: len(re.findall(r"= empty_strided\w*\(|\baoti_torch_empty_strided\w*\(", text))
+            for g, text in called.items()
+        },
+        reused={g: len(re.findall(r"(?:#|//) reuse$", text, re.M)) for g, text in called.items()},
         partitions={g: count for g, text in code.items() if (count := len(re.findall(r"def partition_\d+\(", text)))},
         streams=len(set(re.findall(r"\bstream\d+\b", whole))),
         collectives=tuple(sorted(set(re.findall(r"_c10d_functional\.(\w+)", whole)))),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch._inductor.graph
 import torch._inductor.ir
 import torch._inductor.scheduler
 from torch.fx import Graph, Node
@@ -30,6 +31,7 @@ NEEDS = (
     "torch._inductor.scheduler:BaseSchedulerNode.get_read_write_buffer_accesses",
     "torch._inductor.ir:ExternKernel.copy_input",
     "torch._inductor.ir:Buffer",
+    "torch._inductor.graph:GraphLowering.call_function",
     "torch._inductor.virtualized:V",
 )
 UNSAID = "the rules of the code generator do not allow it; it gives no reason"
@@ -44,6 +46,7 @@ class SeenScheduling:
     copies: list[CopyRecord] = field(default_factory=list)
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
+    lowered: Node | None = None  # the last node whose own lowering is done; what follows is about its result
 
 
 @contextmanager
@@ -54,6 +57,9 @@ def watch_scheduling(seen: SeenScheduling, reached: Reached) -> Iterator[None]:
         stack.enter_context(swapped(scheduler.Scheduler, "can_fuse", lambda f: comparing(f, seen)))
         stack.enter_context(swapped(scheduler.WhyNoFuse, "__call__", lambda f: refusing(f, seen)))
         stack.enter_context(swapped(ir.ExternKernel, "copy_input", lambda f: copying(f, seen)))
+        stack.enter_context(
+            swapped(torch._inductor.graph.GraphLowering, "call_function", lambda f: lowering(f, seen))
+        )
         yield
 
 
@@ -94,14 +100,28 @@ def refusing(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., 
     return why
 
 
+def lowering(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., Any]:
+    from torch._inductor.virtualized import V
+
+    def call_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = before(self, *args, **kwargs)
+        seen.lowered = getattr(V.graph, "current_node", None)
+        return result
+
+    return call_function
+
+
 def copying(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., Any]:
-    """A call that needs its argument in another layout gets a copy of it."""
+    """A call that needs its argument in another layout gets a copy of it, and so does a result that is asked for in
+    the layout of eager."""
     from torch._inductor.virtualized import V
 
     def copy_input(x: Any) -> Any:
         node = getattr(V.graph, "current_node", None)
         if isinstance(node, Node) and is_realized(x):
             reason = f"{node.target} needs its argument in another layout"
+            if node is seen.lowered:
+                reason = f"the result of {node.target} is asked for in eager's layout"
             size = x.get_numel() * x.get_dtype().itemsize
             count = int(size) if str(size).isdigit() else str(size)
             seen.copies.append(CopyRecord(current_graph(), node.name, source_line(node), count, reason))

@@ -12,10 +12,13 @@ import torch
 from torch._inductor.async_compile import AsyncCompile
 
 from graft.stages.follow import follow
+from graft.stages.kernels import kernels_of
+from graft.stages.runtime import SeenRuntime, runtime_stage
 from graft.stages.scheduling import leaf_names, stayed_apart
 from graft.stages.story import Refusal, Story
 from graft.stages.tell import tell_story
-from graft.workbench.stages.questions import why_not_fused
+from graft.stages.trace import TraceCollector, TraceRow
+from graft.workbench.stages.questions import what_copied, why_not_fused
 
 
 def write(out, x):
@@ -55,10 +58,10 @@ def several(x, y):
     return total, doubled, shares, (total[:, None] + shares).t().contiguous()
 
 
-def told(function, *args) -> Story:
+def told(function, *args, **settings) -> Story:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AsyncCompile, "cpp_pybinding", lambda *_args, **_kwargs: lambda *_given: None)
-        story = tell_story(function, [args], whole=False)
+        story = tell_story(function, [args], whole=False, **settings)
     assert story.end is None
     return story
 
@@ -126,3 +129,58 @@ def test_names_of_groups_are_those_of_their_nodes():
     together = {("0/0", "op0"): "op0_op1", ("0/0", "op1"): "op0_op1", ("0/0", "op2"): "op2"}
     assert not stayed_apart(Refusal("0/0", "op0", "op1", "no"), together)
     assert stayed_apart(Refusal("0/0", "op0_op1", "op2", "no"), together)
+
+
+def cut(x, y):
+    z = x * 2 + y
+    return z.sum(0), z.view(-1)[: x.shape[0]]
+
+
+def test_a_copy_of_a_result_is_not_that_of_an_argument():
+    story = told(cut, torch.ones(6, 4), torch.ones(6, 4), dynamic=True)
+    (copy,) = story.scheduling.copies
+    assert copy.reason == "the result of aten.slice.Tensor is asked for in eager's layout"
+    assert what_copied(story).answer == f"1 copy, {copy.bytes} bytes"  # an expression: not 0 bytes
+
+
+def test_one_of_several_results_is_no_decomposition():
+    story = told(lambda x: torch.sort(x.softmax(0))[0], torch.ones(4, 4))
+    assert {one.op for one in story.functional.decompositions} == {"aten._softmax"}
+
+
+CPP = """
+from torch._inductor.codecache import CppWrapperCodeCache
+cpp_wrapper_src = (
+r'''
+#include <torch/csrc/inductor/cpp_wrapper/cpu.h>
+extern "C"  void  cpp_fused_add_0(const float* in_ptr0,
+                       float* out_ptr0);
+void inductor_entry_impl(
+    AtenTensorHandle* input_handles) {
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, int_array_0, &buf0_handle));
+    cpp_fused_add_0((const float*)(arg0_1.data_ptr()), (float*)(buf0.data_ptr()));
+    auto buf1 = std::move(buf0);  // reuse
+}
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  cpp_fused_add_0(const float* in_ptr0,
+                       float* out_ptr0)
+{
+    {
+        out_ptr0[0] = in_ptr0[0] + 1;
+    }
+}
+'''
+)
+"""
+
+
+def test_kernels_that_c_calls_are_read_from_its_code():
+    """option cpp_wrapper: one text holds the wrapper and all kernels."""
+    (kernel,) = kernels_of("0/0", CPP, {"cpp_fused_add_0": [("add",)]}, [])
+    assert (kernel.language, kernel.nodes, kernel.launches) == ("cpp", ("add",), 1)
+    assert kernel.source.startswith('extern "C"') and "in_ptr0[0] + 1" in kernel.source
+    assert "C++ calls it" in kernel.not_timed
+    collector = TraceCollector()
+    collector.rows.append(TraceRow("inductor_output_code", "0/0", {}, CPP))
+    stage = runtime_stage(SeenRuntime(), collector)
+    assert (stage.allocations, stage.reused) == ({"0/0": 1}, {"0/0": 1})

@@ -13,6 +13,7 @@ import torch._dynamo.guards
 import torch._dynamo.output_graph
 import torch._inductor.compile_fx
 import torch._inductor.debug
+import torch._inductor.graph
 import torch._inductor.ir
 import torch._inductor.output_code
 import torch._inductor.pattern_matcher
@@ -49,6 +50,7 @@ WATCHED = (
     (torch._inductor.scheduler.Scheduler, "can_fuse"),
     (torch._inductor.scheduler.WhyNoFuse, "__call__"),
     (torch._inductor.ir.ExternKernel, "copy_input"),
+    (torch._inductor.graph.GraphLowering, "call_function"),
     *((module, WRITTEN) for module in (torch._inductor.debug, cpp, triton)),
     (torch._inductor.output_code.CompiledFxGraph, "post_compile"),
     (FxGraphCache, "_get_tmp_dir"),

@@ -93,12 +93,14 @@ def what_copied(story: Story) -> Answer:
     if not found:
         return Answer(question, story.scheduling.problem or "nothing")
     known = sum(one.bytes for one in found if isinstance(one.bytes, int))
+    sizes = [bytes_text(known)] if known or all(isinstance(one.bytes, int) for one in found) else []
+    sizes += [bytes_text(one.bytes) for one in found if not isinstance(one.bytes, int)]
     details = []
     for one in found:
         where = f" in {one.kernel}" if one.kernel else ""
         details.append(f"{one.graph} %{one.node} {one.line}: {bytes_text(one.bytes)}{where}: {one.reason}")
     count = "1 copy" if len(found) == 1 else f"{len(found)} copies"
-    return Answer(question, f"{count}, {bytes_text(known)}", tuple(details))
+    return Answer(question, f"{count}, {' and '.join(sizes)}", tuple(details))
 
 
 def why_not_fused(story: Story, first: str, second: str) -> Answer:
