@@ -9,11 +9,12 @@ import numpy as np
 
 def round_to_nearest() -> None:
     """float32 becomes the nearest bfloat16. The interpreter cuts the number off: twice the error, and all of it
-    towards zero, so that whole rows are off by a factor. Idempotent."""
+    towards zero, so that whole rows are off by a factor. And tl.dot multiplies numbers in bfloat16, where the
+    interpreter multiplies the whole numbers that it keeps them as. Idempotent."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    plain = interpreter.InterpreterBuilder.cast_impl
+    plain, product = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
     if hasattr(plain, "graft_plain"):
         return
 
@@ -22,8 +23,22 @@ def round_to_nearest() -> None:
             return interpreter.TensorHandle(nearest(src.data), tl.bfloat16)
         return plain(self, src, to)
 
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return product(self, widened(a), widened(b), *rest)
+
     cast.graft_plain = plain  # pyrefly: ignore
     interpreter.InterpreterBuilder.cast_impl = cast  # pyrefly: ignore
+    interpreter.InterpreterBuilder.create_dot = dot  # pyrefly: ignore
+
+
+def widened(handle: Any) -> Any:
+    """A matrix of bfloat16, which the interpreter keeps as whole numbers, in float32."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if not handle.dtype.is_bf16():
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def nearest(numbers: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from graft.base.errors import KernelUnavailable, UsageError
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
 from graft.ops.selection import problem_of
+from graft.testing.interpreter import widened
 from marks import cross
 
 CUDA = torch.cuda.is_available()
@@ -86,11 +87,6 @@ def right_bfloat16(monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     product, cast = InterpreterBuilder.create_dot, InterpreterBuilder.create_si_to_fp
-
-    def widened(handle):
-        if not handle.dtype.is_bf16():
-            return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     def number(builder, source, target):
         if target.scalar != tl.bfloat16:

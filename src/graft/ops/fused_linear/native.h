@@ -37,13 +37,18 @@ struct LinearArgs {
   float* shared = nullptr;  // linear_shared<W> floats, one place for all threads; without it each prepares all rows
 };
 
+// A kernel with another prologue or epilogue has arguments of its own, derived from these, and overloads for them of
+// prepares(), row_values() and finish(). `A` below is LinearArgs or one of those.
+
 constexpr int64_t kFewTokens = 8;  // up to here every thread prepares the rows for itself
 
 inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-template <class W>
-inline bool reads_x(const LinearArgs& a) {  // the GEMM can read x as it lies
-  return !W::kQuantised && a.norm == nullptr && !a.normed && a.k % W::kColumns == 0;
+inline bool prepares(const LinearArgs& a) { return a.norm != nullptr || a.normed; }  // it multiplies with other rows
+
+template <class W, class A>
+inline bool reads_x(const A& a) {  // the GEMM can read x as it lies
+  return !W::kQuantised && !prepares(a) && a.k % W::kColumns == 0;
 }
 
 constexpr int64_t kWidePasses = 3;  // above so many passes over a tile of 16 bits, it is widened once for all tokens
@@ -97,17 +102,21 @@ inline float row_scale(const LinearArgs& a, const float* x) {
   return 1.0f / std::sqrt(sum(low + high) / float(a.k) + a.eps);
 }
 
-// Row `token` as the GEMM takes it, to its place in `ready`. Columns after k are 0.
-template <class W>
-inline void prepare_row(const LinearArgs& a, int64_t columns, int64_t token, float* ready, [[maybe_unused]] bool amx) {
+// Of row `token`: the vector from column c on, as the GEMM takes it. Columns after k are 0.
+inline auto row_values(const LinearArgs& a, int64_t token) {
   const float* x = a.x + token * a.ldx;
-  const F by = set(row_scale(a, x)), offset = set(a.offset);
-  const auto value = [&](int64_t c) {
+  return [&a, x, by = set(row_scale(a, x)), offset = set(a.offset)](int64_t c) {
     const int lanes = int(std::min<int64_t>(kLanes, a.k - c));
     if (lanes <= 0) return set(0.0f);
     const F v = (lanes == kLanes ? load(x + c) : load(x + c, lanes)) * by;
     return a.norm == nullptr ? v : v * ((lanes == kLanes ? load(a.norm + c) : load(a.norm + c, lanes)) + offset);
   };
+}
+
+// Row `token` as the GEMM takes it, to its place in `ready`.
+template <class W, class A>
+inline void prepare_row(const A& a, int64_t columns, int64_t token, float* ready, [[maybe_unused]] bool amx) {
+  const auto value = row_values(a, token);
   if constexpr (kHasAmx<W>) {
     if (amx) return amx_store_row(ready, columns, token, value);
   }
@@ -129,16 +138,16 @@ __attribute__((noinline)) inline void finish(const LinearArgs& a, int64_t token,
 }
 
 // T tokens from `first` with one tile, or one pair of tiles.
-template <class W, int T>
-inline void tile_tokens(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, int64_t first) {
+template <class W, int T, class A>
+inline void tile_tokens(const A& a, const Rows& rows, const uint8_t* w, int64_t row, int64_t first) {
   F sums[T], up[T];
   W::template tile<T>(w, rows, first, sums);
   if (a.act != Act::none) W::template tile<T>(w + W::tile_bytes(rows.columns), rows, first, up);
   for (int t = 0; t < T; t++) finish(a, first + t, row, sums[t], a.act == Act::none ? sums[t] : up[t]);
 }
 
-template <class W, int T = W::kMostTokens>
-inline void tile_some(int64_t tokens, const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, int64_t first) {
+template <class W, int T = W::kMostTokens, class A>
+inline void tile_some(int64_t tokens, const A& a, const Rows& rows, const uint8_t* w, int64_t row, int64_t first) {
   if constexpr (T > 1) {
     if (tokens < T) return tile_some<W, T - 1>(tokens, a, rows, w, row, first);
   }
@@ -146,8 +155,8 @@ inline void tile_some(int64_t tokens, const LinearArgs& a, const Rows& rows, con
 }
 
 // One tile of the result for all tokens, in passes of nearly the same size. wide: room for it and its pair as float32.
-template <class W>
-inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide) {
+template <class W, class A>
+inline void tile_all(const A& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide) {
   if constexpr (kWidens<W>) {
     if (widens<W>(a.tokens)) {
       for (int pair = 0; pair < (a.act == Act::none ? 1 : 2); pair++)
@@ -163,8 +172,8 @@ inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, in
 }
 
 // Tiles first .. last - 1 of the result for a span of tokens, two by two: gate and up, or two neighbours.
-template <class W>
-inline void tiles_on_amx(const LinearArgs& a, const Rows& rows, int64_t first, int64_t last, int64_t span) {
+template <class W, class A>
+inline void tiles_on_amx(const A& a, const Rows& rows, int64_t first, int64_t last, int64_t span) {
   const int64_t bytes = W::tile_bytes(rows.columns), from = span * kSpanTokens, to = std::min(a.tokens, from + kSpanTokens);
   const bool gated = a.act != Act::none;
   for (int64_t tile = first; tile < last; tile += gated ? 1 : 2) {
@@ -186,8 +195,8 @@ inline int64_t chunk_tiles(int64_t tiles, int64_t bytes, int threads) {
 inline float* at_line(float* p) { return p + (-(reinterpret_cast<uintptr_t>(p) / 4) & (kLanes - 1)); }
 
 // scratch: linear_scratch<W> floats of this thread's own. next: 0 when the first thread comes.
-template <class W>
-void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, float* scratch) {
+template <class W, class A>
+void linear(Team& team, int, std::atomic<int64_t>& next, const A& a, float* scratch) {
   if (a.tokens == 0 || a.n == 0) return;
   const int64_t columns = whole(a.k, W::kColumns), row = W::row_floats(columns);
   const bool amx = on_amx<W>(a), direct = !amx && reads_x<W>(a), shared = !direct && a.shared != nullptr && a.tokens > kFewTokens;

@@ -16,6 +16,8 @@ from graft.ir.patterns.arguments import size_of
 
 BATCHES = ((1, 13), (3, 5), (1, 1))  # sequences and tokens: one decode step, a prompt, several of them
 WIDTHS = (16, 77, 1536)  # of a row whose width is open: whole lanes, a tail, a real one
+GEMM_WIDTHS = (16, 77, 320)  # where a GEMM takes and gives such rows: several tiles are enough
+MORE = 3  # columns, by which the result of a GEMM is wider than its rows
 SCALES = (1.0, 1e-3, 30.0)
 ODD = (math.nan, math.inf, -math.inf)
 HALVES = (torch.bfloat16, torch.float16)
@@ -46,8 +48,19 @@ def declared(shape: str) -> str:
     return shape.partition(":")[2].strip()
 
 
+def matrices(shapes: Mapping[str, str]) -> set[str]:
+    """The weights of GEMMs: they have two dims where rows have more."""
+    most = max(len(dims(shape)) for shape in shapes.values())
+    return {name for name, shape in shapes.items() if len(dims(shape)) == 2 < most}
+
+
+def widths_of(shapes: Mapping[str, str]) -> tuple[int, ...]:
+    return GEMM_WIDTHS if matrices(shapes) else WIDTHS
+
+
 def open_width(shapes: Mapping[str, str]) -> bool:
-    return any(dims(shape)[-1].isalpha() for shape in shapes.values() if dims(shape))
+    last = [dim for name, shape in shapes.items() for dim in dims(shape)[-1 - (name in matrices(shapes)) :]]
+    return any(map(str.isalpha, last))
 
 
 def leading(shapes: Mapping[str, str]) -> list[str]:
@@ -57,13 +70,15 @@ def leading(shapes: Mapping[str, str]) -> list[str]:
 
 
 def sizes(shapes: Mapping[str, str], width: int, batch: tuple[int, int] = (1, 13)) -> dict[str, int]:
-    """Sequences, then tokens; the last dim is the width."""
+    """Sequences, then tokens; the last dim is the width. A GEMM gives another width than it takes, where it may."""
     outer = leading(shapes)
     if len(outer) > 2:
         raise NotOneShape(f"its rows are {' '.join(outer)}, not a batch of tokens")
     named = dict(zip(outer[::-1], batch[::-1], strict=False))
     others = {dim for shape in shapes.values() for dim in dims(shape) if dim.isalpha()} - set(named)
-    return named | dict.fromkeys(others, width)
+    given = {dims(shape)[-1] for name, shape in shapes.items() if name in matrices(shapes)}
+    made = {dims(shape)[0] for name, shape in shapes.items() if name in matrices(shapes)} - given
+    return named | {dim: width + MORE if dim in made else width for dim in others}
 
 
 def inputs(
@@ -73,7 +88,8 @@ def inputs(
     batch: tuple[int, int] = (1, 13),
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, ...]:
-    """Weights are around 1 whatever the scale; a tensor whose dtype is declared has that one."""
+    """Weights are around 1 whatever the scale, those of GEMMs so small that sums are; a tensor whose dtype is
+    declared has that one."""
     return made_of(shapes, sizes(shapes, width, batch), scale, dtype)
 
 
@@ -81,11 +97,14 @@ def made_of(
     shapes: Mapping[str, str], known: Mapping[str, int], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(7)
-    made = []
-    for shape in shapes.values():
+    made, of_gemms = [], matrices(shapes)
+    for name, shape in shapes.items():
         size = [size_of(dim, known) for dim in dims(shape)]
         tensor = torch.randn(size, generator=generator)
-        tensor = one_sided(tensor) * scale if len(size) > 1 else tensor
+        if name in of_gemms:
+            tensor = tensor * max(size[-1], 1) ** -0.5
+        elif len(size) > 1:
+            tensor = one_sided(tensor) * scale
         made.append(tensor.to(getattr(torch, declared(shape)) if declared(shape) else dtype))
     return tuple(made)
 
@@ -97,12 +116,14 @@ def one_sided(rows: Tensor) -> Tensor:
 
 
 def plain_cases(
-    shapes: Mapping[str, str], batches: Sequence[tuple[int, int]], widths: Sequence[int] = WIDTHS
+    shapes: Mapping[str, str], batches: Sequence[tuple[int, int]], most: int = len(WIDTHS)
 ) -> Iterator[KernelCase]:
-    """In float32: every count of rows, every width, every magnitude once, and numbers that are not finite."""
-    widths = widths if open_width(shapes) else (0,)
+    """In float32: every count of rows, every width up to so many, every magnitude once, and numbers that are not
+    finite."""
+    known = widths_of(shapes)
+    widths = known[:most] if open_width(shapes) else (0,)
     for width in widths:
-        for batch in batches if width in (0, WIDTHS[1]) else batches[:1]:
+        for batch in batches if width in (0, known[1]) else batches[:1]:
             for scale in SCALES if batch == (1, 13) else SCALES[:1]:
                 name = f"{batch[0]} × {batch[1]} rows{f' of {width}' if width else ''}, inputs around {scale:g}"
                 yield KernelCase(name, inputs(shapes, width, scale, batch))
@@ -113,7 +134,7 @@ def odd_cases(shapes: Mapping[str, str], width: int) -> Iterator[KernelCase]:
     """One number of a row that is not finite, in each input in turn; other rows must not see it."""
     for index, name in enumerate(shapes):
         tensors = list(inputs(shapes, width, 1.0))
-        vector = tensors[index].dim() < 2
+        vector = tensors[index].dim() < 2 or name in matrices(shapes)
         for number, odd in enumerate(ODD[:1] if vector else ODD):
             changed = tensors[index].clone()
             rows = changed.view(-1, changed.shape[-1]) if changed.dim() else changed.view(1, 1)
@@ -127,7 +148,7 @@ def odd_cases(shapes: Mapping[str, str], width: int) -> Iterator[KernelCase]:
 def layout_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
     """The same numbers laid out as models lay them out: tokens before sequences, every second column, expanded, and
     far apart."""
-    width = WIDTHS[1] if open_width(shapes) else 0
+    width = widths_of(shapes)[1] if open_width(shapes) else 0
     plain = KernelCase("", inputs(shapes, width, 1.0, BATCHES[-1]))
     for name, change in (("tokens before sequences", swapped), ("every second column", spread), ("equal", expanded)):
         yield replace(plain, name=f"{name}, in all inputs", tensors=tuple(map(change, plain.tensors)))
@@ -150,7 +171,7 @@ def expanded(tensor: Tensor) -> Tensor:
 
 def dtype_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
     """16 bits, and every input in turn in another dtype than the rest."""
-    width = WIDTHS[-1] if open_width(shapes) else 0
+    width = widths_of(shapes)[-1] if open_width(shapes) else 0
     for dtype in HALVES:
         given = inputs(shapes, width, 1.0, (2, 3), dtype)
         yield KernelCase(str(dtype)[6:], given)
@@ -163,9 +184,10 @@ def dtype_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
 
 
 def broadcasts(shapes: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """In words, and shapes of which one input has one row, or one number a row, for several of the others."""
-    for name, shape in shapes.items():
-        given = dims(shape)
+    """In words, and shapes of which one input has one row, or one number a row, for several of the others. The weight
+    of a GEMM is broadcast over nothing."""
+    for name in [name for name in shapes if name not in matrices(shapes)]:
+        shape, given = shapes[name], dims(shapes[name])
         for at in range(len(given)):
             if given[at] == "1":
                 continue
@@ -175,7 +197,7 @@ def broadcasts(shapes: Mapping[str, str]) -> Iterator[tuple[str, dict[str, str]]
 
 
 def broadcast_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
-    width = WIDTHS[1] if open_width(shapes) else 0
+    width = widths_of(shapes)[1] if open_width(shapes) else 0
     known = sizes(shapes, width, BATCHES[1])
     for name, changed in broadcasts(shapes):
         yield KernelCase(name, made_of(changed, known, 1.0, torch.float32))
@@ -191,7 +213,7 @@ def far_case(shapes: Mapping[str, str], index: int) -> KernelCase | None:
     """Sequences so far apart that an offset of 32 bits does not reach the last: memory that is asked for, and touched
     only where it is read. There is as much below them as such an offset goes astray, so that a kernel with one reads
     wrong numbers, and not what belongs to nobody."""
-    tensors = list(inputs(shapes, WIDTHS[0] if open_width(shapes) else 0, 1.0, (4, 2), torch.bfloat16))
+    tensors = list(inputs(shapes, widths_of(shapes)[0] if open_width(shapes) else 0, 1.0, (4, 2), torch.bfloat16))
     tensor = tensors[index]
     if tensor.dim() < 3 or tensor.shape[0] < 4:
         return None

@@ -19,15 +19,16 @@ from graft.ir.patterns.arguments import size_of
 from graft.ops import OPS
 from graft.workbench.autofuse.alone import ComparedCalls
 from graft.workbench.autofuse.cases import (
-    WIDTHS,
     KernelCase,
     NotOneShape,
     broadcasts,
     dims,
     leading,
     made_of,
+    matrices,
     plain_cases,
     sizes,
+    widths_of,
 )
 
 BATCHES = ((1, 13), (1, 1))  # a step of the native backend holds one row of tokens
@@ -44,7 +45,7 @@ def native_kernel_problem(op: str, shapes: Mapping[str, str]) -> tuple[str, int]
     built: dict[Any, Callable[..., Any]] = {}
     compared = ComparedCalls(OPS[op].reference)
     try:
-        for case in plain_cases(shapes, BATCHES, WIDTHS[:2]):
+        for case in plain_cases(shapes, BATCHES, 2):
             problem = compared.problem(runner(op, shapes, case.tensors, built), case)
             if problem:
                 return problem, compared.calls
@@ -55,7 +56,7 @@ def native_kernel_problem(op: str, shapes: Mapping[str, str]) -> tuple[str, int]
 
 def broadcast_problem(op: str, shapes: Mapping[str, str], compared: ComparedCalls) -> str:
     """Inputs of one row for all: the lowering refuses them, or they are right."""
-    known = sizes(shapes, WIDTHS[1], BATCHES[0])
+    known = sizes(shapes, widths_of(shapes)[1], BATCHES[0])
     for name, changed in broadcasts(shapes):
         case = KernelCase(name, made_of(changed, known, 1.0, torch.float32))
         if not compared.applies(case) or leading(changed) != leading(shapes):
@@ -72,15 +73,22 @@ def broadcast_problem(op: str, shapes: Mapping[str, str], compared: ComparedCall
 def runner(
     op: str, shapes: Mapping[str, str], args: tuple[Tensor, ...], built: dict[Any, Callable[..., Any]]
 ) -> Callable[[tuple[Tensor, ...]], Any]:
-    """The op as a compiled step. built: those that are there; a vector is a weight, which is packed once."""
+    """The op as a compiled step. built: those that are there; vectors and matrices are weights, packed once."""
     known = sizes_of(shapes, args)
     tokens = leading(shapes)[-1]
     ids = torch.zeros(1, known[tokens], dtype=torch.int64)
-    weights = [bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()) for tensor in args if tensor.dim() < 2]
+    held = [is_held(shapes, name) for name in shapes]
+    packed = [tensor for tensor, own in zip(args, held, strict=True) if own]
+    weights = [bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()) for tensor in packed]
     key = (*(size for letter, size in known.items() if letter != tokens), *weights)
     if key not in built:
         built[key] = lowered(op, shapes, args, known)
-    return lambda given: built[key](ids, *(value for value in given if value.dim() > 1))
+    return lambda given: built[key](ids, *(value for value, own in zip(given, held, strict=True) if not own))
+
+
+def is_held(shapes: Mapping[str, str], name: str) -> bool:
+    """Whether it is a weight, which the step holds."""
+    return len(dims(shapes[name])) < 2 or name in matrices(shapes)
 
 
 def sizes_of(shapes: Mapping[str, str], args: tuple[Tensor, ...]) -> dict[str, int]:
@@ -106,7 +114,7 @@ def lowered(
         ids.meta["val"] = torch.empty(1, count, dtype=torch.int64)
         nodes, fakes = [], []
         for (name, shape), tensor in zip(shapes.items(), args, strict=True):
-            if tensor.dim() < 2:
+            if is_held(shapes, name):
                 root.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
                 node = graph.get_attr(name)
             else:

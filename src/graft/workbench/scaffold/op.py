@@ -1,9 +1,12 @@
 """The folder of a new op: its schema, a reference that is the pattern, cases, and kernels in Triton and C++ where
-they can be written from the pattern: element by element (kernel.py), else row by row (row_program.py)."""
+they can be written from the pattern: element by element (kernel.py), else row by row (row_program.py), else around a
+GEMM (gemm_program.py)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +23,18 @@ from graft.workbench.scaffold.body import (
     tensor_arguments,
     typed_arguments,
 )
+from graft.workbench.scaffold.gemm_program import GemmProgram, gemm_program
+from graft.workbench.scaffold.gemm_texts import (
+    CPP_TILES,
+    TRITON_TILES,
+    as_text,
+    native_gemm_files,
+    triton_gemm_text,
+)
 from graft.workbench.scaffold.kernel import CPP, TRITON, KernelLanguage, KernelSource, kernel_of
 from graft.workbench.scaffold.names import class_name
 from graft.workbench.scaffold.render import fill
-from graft.workbench.scaffold.row_program import REDUCTIONS, RowLanguage, RowProgram, row_program
+from graft.workbench.scaffold.row_program import REDUCTIONS, RowInput, RowLanguage, RowProgram, row_program
 from graft.workbench.scaffold.row_texts import (
     CPP_ROWS,
     TRITON_ROWS,
@@ -47,7 +58,9 @@ WIDTH = 1536  # of the last dim, in the case for one token
 
 def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, str], str]:
     """File name → text, and why there is no Triton kernel ('' where there is one)."""
-    kernel = generated(body, tried.rewrite, TRITON, TRITON_ROWS)
+    called = list(calls(tried.before))
+    gemm = any(node.target in MATMULS for node in called)
+    kernel = generated(body, tried.rewrite, TRITON_KERNELS, gemm=gemm)
     tensors, typed = tensor_arguments(body.pattern), typed_arguments(body.pattern)
     names = ", ".join(name for name, _ in typed)
     common = {
@@ -63,7 +76,9 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "empty": "tuple(t.new_empty(t.shape) for t in result)" if count else "result.new_empty(result.shape)",
     }
     has = not isinstance(kernel, str)
-    native = "of the checkout" if module.startswith("graft.") else generated(body, tried.rewrite, CPP, CPP_ROWS)
+    native = (
+        "of the checkout" if module.startswith("graft.") else generated(body, tried.rewrite, CPP_KERNELS, gemm=gemm)
+    )
     has_native = not isinstance(native, str)
     table = ['Kernel("triton", "triton", triton_problem, run_triton)'] * has
     table += ["native_kernel()"] * has_native
@@ -71,7 +86,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "imports": op_imports(op, module, has, has_native),
         "define": "define" if module.startswith("graft.") else "define_op",
         "torch_import": "import torch\n"
-        if isinstance(kernel, RowProgram) and any(g.wide for g in kernel.inputs)
+        if isinstance(kernel, (RowProgram, GemmProgram)) and any(g.wide for g in kernel.inputs)
         else "",
         "triton_parts": "" if isinstance(kernel, str) else f"\n\n{run_parts(kernel, common)}\n",
         "kernels": f"\n        kernels={tuple_text(table)}," if table else "",
@@ -80,31 +95,54 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "__init__.py": "",
         "op.py": fill("op", common | parts),
         "reference.py": reference_text(op, body),
-        "cases.py": cases_text(op, body, list(calls(tried.before))),
+        "cases.py": cases_text(op, body, called),
     }
     if isinstance(native, KernelSource):
         files |= native_files(native, common, tensors, class_name(op))
     elif isinstance(native, RowProgram):
         files |= native_rows_files(native, common, class_name(op))
+    elif isinstance(native, GemmProgram):
+        files |= native_gemm_files(native, common, class_name(op))
     if isinstance(kernel, str):
         return files, kernel
-    elementwise = isinstance(kernel, KernelSource)
-    files["triton.py"] = triton_text(kernel, common, tensors) if elementwise else triton_rows_text(kernel, common)
+    if isinstance(kernel, KernelSource):
+        files["triton.py"] = triton_text(kernel, common, tensors)
+    else:
+        write = triton_gemm_text if isinstance(kernel, GemmProgram) else triton_rows_text
+        files["triton.py"] = write(kernel, common)  # pyrefly: ignore
     return files, ""
 
 
+@dataclass(frozen=True)
+class KernelLanguages:
+    """One language, as each of the three ways to write a kernel uses it."""
+
+    elements: KernelLanguage
+    rows: RowLanguage
+    tiles: RowLanguage
+
+
+TRITON_KERNELS = KernelLanguages(TRITON, TRITON_ROWS, TRITON_TILES)
+CPP_KERNELS = KernelLanguages(CPP, CPP_ROWS, CPP_TILES)
+
+
 def generated(
-    body: Body, rewrite: Rewrite, language: KernelLanguage, rows: RowLanguage
-) -> KernelSource | RowProgram | str:
-    """Element by element where that will do, else row by row; or why neither can be written."""
-    found = kernel_of(body, rewrite, language)
-    return row_program(body, rewrite, rows) if isinstance(found, str) else found
+    body: Body, rewrite: Rewrite, language: KernelLanguages, *, gemm: bool
+) -> KernelSource | RowProgram | GemmProgram | str:
+    """Around its GEMM where there is one; else element by element where that will do, else row by row; or why none
+    can be written."""
+    if gemm:
+        return gemm_program(body, rewrite, language.tiles)
+    found = kernel_of(body, rewrite, language.elements)
+    return row_program(body, rewrite, language.rows) if isinstance(found, str) else found
 
 
-def run_parts(kernel: KernelSource | RowProgram, common: dict[str, str]) -> str:
+def run_parts(kernel: KernelSource | RowProgram | GemmProgram, common: dict[str, str]) -> str:
     """When the Triton kernel can run, and how."""
     if isinstance(kernel, KernelSource):
         return fill("op_triton", common).strip("\n")
+    if isinstance(kernel, GemmProgram):
+        return gemm_parts(kernel, common)
     known = {f"n_{letter}": f"call.{name}.shape[-1]" for letter, name in letters(kernel).items()}
     inputs = [given for given in kernel.inputs if not given.vector or given.width != 1]
     widths = [known.get(size(given.width), size(given.width)) for given in inputs]
@@ -112,15 +150,30 @@ def run_parts(kernel: KernelSource | RowProgram, common: dict[str, str]) -> str:
         "row_tuple": tuple_text([f"call.{given.name}" for given in inputs]),
         "width_tuple": tuple_text(widths),
         "most": str(MOST_COLUMNS),
-        "mixed": mixed_text(kernel),
+        "mixed": mixed_text(kernel.inputs),
     }
     return fill("op_triton_rows", common | values).strip("\n")
 
 
-def mixed_text(program: RowProgram) -> str:
+def gemm_parts(program: GemmProgram, common: dict[str, str]) -> str:
+    given = [one for one in program.inputs if not one.vector or one.width != 1]
+    sizes = [(name, size) for name, size in (("depth", program.depth), ("columns", program.width))]
+    fixed = "".join(f" or {name} != {size}" for name, size in sizes if isinstance(size, int))
+    values = {
+        "weight": program.weight,
+        "multiplied": next(one.name for one in program.before if not one.vector),
+        "wide_tuple": tuple_text([f"call.{one.name}" for one in given]),
+        "width_tuple": tuple_text([as_text(program, one.width) for one in given]),
+        "fixed": f"{fixed} or columns != depth" if program.depth == program.width else fixed,
+        "mixed": mixed_text(program.inputs, (program.weight,)),
+    }
+    return fill("op_triton_gemm", common | values).strip("\n")
+
+
+def mixed_text(inputs: Sequence[RowInput], weights: Sequence[str] = ()) -> str:
     """The condition that inputs do not have the dtypes of the pattern: one for all but those declared float32."""
-    wide = [f"call.{given.name}" for given in program.inputs if given.wide]
-    rest = [f"call.{given.name}" for given in program.inputs if not given.wide]
+    wide = [f"call.{given.name}" for given in inputs if given.wide]
+    rest = [f"call.{name}" for name in (*(given.name for given in inputs if not given.wide), *weights)]
     parts = [f"any(t.dtype != {rest[0]}.dtype for t in {tuple_text(rest)})"] if rest else []
     parts += [f"any(t.dtype != torch.float32 for t in {tuple_text(wide)})"] if wide else []
     return " or ".join(parts)

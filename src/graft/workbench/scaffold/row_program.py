@@ -317,13 +317,17 @@ def read_inputs(graph: Graph, body: Body, sizes: dict[str, int]) -> dict[Node, R
     if not 2 <= rank <= MOST_DIMS:
         raise NoRows(f"its tensors have {rank} dims; rows are of two to {MOST_DIMS}")
     for node, name in zip(placeholders(graph), tensor_arguments(body.pattern), strict=True):
-        shape = tensor_of(node).shape
-        if len(shape) not in (0, 1, rank):
-            raise NoRows(f"{name} has {len(shape)} dims beside {rank}")
-        width = last_size(node)
-        wide = tensor_of(node).dtype is not WORKING_DTYPE
-        found[node] = RowInput(name, len(shape) < 2, letters.get(width, width), wide)
+        found[node] = read_input(node, name, rank, letters)
     return found
+
+
+def read_input(node: Node, name: str, rank: int, letters: dict[int, str]) -> RowInput:
+    shape = tensor_of(node).shape
+    if len(shape) not in (0, 1, rank):
+        raise NoRows(f"{name} has {len(shape)} dims beside {rank}")
+    width = last_size(node)
+    wide = tensor_of(node).dtype is not WORKING_DTYPE
+    return RowInput(name, len(shape) < 2, letters.get(width, width), wide)
 
 
 def pointwise_steps(first: Graph, second: Graph) -> dict[Node, tuple[list[PointwiseStep], list[PointwiseStep]]]:
