@@ -32,23 +32,23 @@ from generated_faults import FAULTS, GeneratedFault
 from graft.workbench.autofuse import AutofuseRequest
 from graft.workbench.autofuse.engines import candidates_of
 from graft.workbench.autofuse.trial import Findings, TrialOrder, Wrong, check_alone, check_in_model
+from graft.workbench.autofuse.writing import CandidateWriter
 from graft.workbench.discover import Discovery
-from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.destination import Destination
-from graft.workbench.scaffold.plan import transform_from
 from interpreter import patch_once
 from row_cases import RowPattern, write
 
-OFF = tuple(f"transforms.{name}.enabled=false" for name in ("fuse_rms_norm", "fuse_swiglu", "fuse_rope"))
+LIBRARY = ("fuse_rms_norm", "fuse_swiglu", "fuse_rope", "merge_qkv", "merge_gate_up", "merge_gemms")
+OFF = tuple(f"transforms.{name}.enabled=false" for name in LIBRARY)
 REQUEST = AutofuseRequest(
     "tiny-llama", Path("unused"), device="cpu", backend="native", dtype="float32", sets=OFF, own=True, prompt=16
 )
 LIMIT = 300
 
 
-def order_for(name: str, shapes: dict[str, str], place: Destination) -> TrialOrder:
+def order_for(name: str, op: str, shapes: dict[str, str], place: Destination) -> TrialOrder:
     return TrialOrder(
-        REQUEST.model, f"fuse_{name}", name, shapes, (str(place.source),), str(place.test(f"fuse_{name}")),
+        REQUEST.model, f"fuse_{name}", op, shapes, (str(place.source),), str(place.test(f"fuse_{name}")),
         str(place.root / "note.md"), "cpu", REQUEST.backend, REQUEST.dtype, None, OFF, (), REQUEST.prompt,
         4, 3, False,
     )  # fmt: skip
@@ -58,11 +58,10 @@ def write_subject(subject: RowPattern | str, folder: Path, found: Discovery) -> 
     place = Destination.in_package(folder / "fault-trial")
     if isinstance(subject, RowPattern):
         write(subject, place.root)
-        return order_for(subject.name, subject.shapes, place), place
-    seed = seed_of(next(one for one in found.candidates if one.title == subject), found.model)
-    candidate = next(one for one in found.candidates if one.title == subject)
-    transform_from(f"fuse_{candidate.function_name}", seed, place, op=True)
-    return order_for(candidate.function_name, dict(seed.shapes), place), place
+        return order_for(subject.name, subject.name, subject.shapes, place), place
+    writer = CandidateWriter(next(one for one in found.candidates if one.title == subject), found.model, own=True)
+    written, _, _ = writer.trial(place)
+    return order_for(writer.candidate.function_name, written.op, writer.shapes(), place), place
 
 
 def judged(subject: RowPattern | str, order: TrialOrder, findings: Findings) -> None:
@@ -99,7 +98,7 @@ def outcome(subject: RowPattern | str, fault: GeneratedFault | None, found: Disc
         def work() -> None:
             order, place = write_subject(subject, Path(folder), found)
             if fault is not None:
-                fault.plant(place, order.op)
+                fault.plant(place, order.transform.removeprefix("fuse_"))
             sys.path.insert(0, str(place.source.parent))
             judged(subject, order, Findings(result))
 

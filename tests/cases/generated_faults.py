@@ -6,22 +6,55 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.workbench.scaffold.destination import Destination
-from row_cases import ADD_NORM, GATED, PEAK, PRODUCT, RANGED, ROTATED, SOFTCAPPED, WIDE, RowPattern
+from row_cases import (
+    ADD_NORM,
+    GATED,
+    GEMM_GATED,
+    GEMM_NORMED,
+    GEMM_RANGED,
+    PEAK,
+    PRODUCT,
+    RANGED,
+    ROTATED,
+    SOFTCAPPED,
+    WIDE,
+    RowPattern,
+)
 
 NATIVE, TRITON, LOWERING, OP, REFERENCE = "native.h", "triton.py", "native.py", "op.py", "reference.py"
 TRANSFORM, ALL = "the transform", "every file of the op"
 # candidates of a Llama whose fusions are off, by their calls
 NORM, ROPE, GATE = "pow → mean → add → rsqrt → mul → mul", "mul → neg → cat → mul → add", "silu → mul"
+GATED_GEMM, SIBLINGS = "silu → linear → mul", "q_proj + k_proj + v_proj"
+
+# a walk that asks nobody who else reads a weight, and one that gives the first layer the numbers of the last
+UNCHECKED = """layers = LAYERS
+
+    def find(self, run, member):
+        from graft.passes.library.merge.linears import merge_match
+
+        return merge_match(member.group)
+"""
+EXCHANGED = """layers = LAYERS
+
+    def write(self, run, match):
+        made = super().write(run, match)
+        first, last = made[2], made[-1]
+        first.args, last.args = last.args, first.args
+        return made
+"""
 
 
 @dataclass(frozen=True)
 class GeneratedFault:
-    """subject: a pattern, or the calls of a candidate of a model, where the trial goes on in that model."""
+    """subject: a pattern, or the calls of a candidate of a model, where the trial goes on in that model. wild: it
+    reads or writes so far away that the process may end."""
 
     subject: RowPattern | str
     file: str
     old: str
     new: str
+    wild: bool = False
 
     @property
     def title(self) -> str:
@@ -31,8 +64,9 @@ class GeneratedFault:
     def plant(self, package: Destination, name: str) -> None:
         """In the package of fuse_`name`, which was written."""
         folder = package.op_folder(name)
-        file = package.transform(f"fuse_{name}") if self.file == TRANSFORM else folder / self.file
-        files = [path for path in folder.iterdir() if self.file == ALL and path.is_file()] or [file]
+        files = [package.transform(f"fuse_{name}") if self.file == TRANSFORM else folder / self.file]
+        if self.file == ALL:
+            files = [path for path in folder.iterdir() if path.is_file()]
         found = [path for path in files if self.old in path.read_text()]
         assert found, files[0].read_text()
         for path in found:
@@ -200,4 +234,64 @@ FAULTS = (
     GeneratedFault(ROPE, TRANSFORM, "neighbour(x, y, z)", "neighbour(x, z, y)"),
     GeneratedFault(GATE, NATIVE, "for (int64_t head = 0;", "if (row == 1) return;\n    for (int64_t head = 0;"),
     GeneratedFault(GATE, OP, "_triton(x, y)", "_triton(x, x)"),
+    # ── GEMMs: tiles, tails, what is made before them and done behind them ──────────────────────────────────────
+    GeneratedFault(GEMM_GATED, NATIVE, "lanes[i - first]", "lanes[0]"),
+    GeneratedFault(GEMM_GATED, NATIVE, "first + kLanes, given.n", "first + kLanes, given.n - 1"),
+    GeneratedFault(GEMM_GATED, NATIVE, "std::min<int64_t>(first + kLanes, given.n)", "first + kLanes", wild=True),
+    GeneratedFault(GEMM_GATED, NATIVE, "a.bias[i]", "a.bias[first]"),
+    GeneratedFault(GEMM_GATED, NATIVE, "a.y.row(row)", "a.y.row(0)"),
+    GeneratedFault(GEMM_GATED, NATIVE, "r_out[i] = ", "r_out[i] = 1.001f * "),
+    GeneratedFault(GEMM_GATED, NATIVE, "const float sums = lanes", "const float sums = row == 0 ? 0.0f : lanes"),
+    GeneratedFault(GEMM_GATED, LOWERING, "k=depth", "k=depth - 1", wild=True),
+    GeneratedFault(GEMM_GATED, LOWERING, "n=columns", "n=columns - 1"),
+    GeneratedFault(GEMM_GATED, LOWERING, "tokens=rows", "tokens=1"),
+    GeneratedFault(GEMM_GATED, LOWERING, "ldo=Stride(out)", "ldo=0", wild=True),
+    GeneratedFault(GEMM_GATED, LOWERING, "ldx=Stride(x)", "ldx=depth", wild=True),
+    GeneratedFault(GEMM_GATED, LOWERING, "x=Pointer(x)", "x=Pointer(y)", wild=True),
+    GeneratedFault(GEMM_NORMED, NATIVE, " / static_cast<float>(n_c)", ""),
+    GeneratedFault(GEMM_NORMED, NATIVE, "row_sum(0, n_c", "row_sum(0, n_c - 1"),
+    GeneratedFault(GEMM_NORMED, NATIVE, "a.norm[i]", "a.norm[0]"),
+    GeneratedFault(GEMM_NORMED, NATIVE, "a.x.row(row)", "a.x.row(0)"),
+    GeneratedFault(GEMM_NORMED, NATIVE, "load(given.in.room + c, lanes)", "set(0.0f)"),
+    GeneratedFault(GEMM_NORMED, NATIVE, "scratch + whole(a.k, kLanes)", "scratch", wild=True),
+    GeneratedFault(GEMM_NORMED, NATIVE, "i < n_c; ++i", "i < n_c - 1; ++i"),
+    GeneratedFault(GEMM_NORMED, NATIVE, "relu(", "std::fabs("),
+    GeneratedFault(GEMM_RANGED, NATIVE, "row_max(0, n_c", "row_max(0, n_c / 16 * 16"),
+    GeneratedFault(GEMM_GATED, TRITON, "row[:, None] * columns + i", "row[:, None] * depth + i", wild=True),
+    GeneratedFault(GEMM_GATED, TRITON, "triton.cdiv(columns, BN)", "max(1, columns // BN)"),
+    GeneratedFault(GEMM_GATED, TRITON, "triton.cdiv(count, rows)", "max(1, count // rows)"),
+    GeneratedFault(GEMM_GATED, TRITON, "* depth + at", "* columns + at", wild=True),
+    GeneratedFault(GEMM_GATED, TRITON, "(at < depth) & (column", "(at < depth - 1) & (column"),
+    GeneratedFault(GEMM_GATED, TRITON, "range(0, depth, BK)", "range(0, depth // BK * BK, BK)"),
+    GeneratedFault(GEMM_GATED, TRITON, "tl.dot(tile, w, acc", "tl.dot(tile, w, acc * 0.0"),
+    GeneratedFault(GEMM_GATED, TRITON, ".to(weight_ptr.dtype.element_ty)", ".to(tl.bfloat16)"),
+    GeneratedFault(GEMM_GATED, TRITON, "bias_ptr + i", "bias_ptr + i // 2"),
+    GeneratedFault(GEMM_GATED, TRITON, "row % n1, row // n1", "row // n1, row % n1", wild=True),
+    GeneratedFault(GEMM_GATED, TRITON, "i1 * y_s1", "i1 * x_s1", wild=True),
+    GeneratedFault(GEMM_GATED, TRITON, "weight.contiguous()", "weight"),
+    GeneratedFault(GEMM_GATED, TRITON, "for s in t.stride()", "for s in t.contiguous().stride()", wild=True),
+    GeneratedFault(GEMM_GATED, TRITON, ".to(tl.int64) * BM", " * BM"),
+    GeneratedFault(GEMM_GATED, TRITON, "dtype=weight.dtype", "dtype=torch.float32"),
+    GeneratedFault(GEMM_GATED, TRITON, "lead[1], columns", "lead[0], columns", wild=True),
+    GeneratedFault(GEMM_NORMED, TRITON, "s0 / depth", "s0 / columns"),
+    GeneratedFault(GEMM_NORMED, TRITON, "s0 = s0 + folded", "s0 = folded"),
+    GeneratedFault(GEMM_NORMED, TRITON, "norm_ptr + i", "norm_ptr + i // 2"),
+    GeneratedFault(GEMM_NORMED, TRITON, "1e-06", "1e-05"),
+    GeneratedFault(GEMM_RANGED, TRITON, 'float("-inf")', "0.0"),
+    GeneratedFault(GEMM_RANGED, TRITON, "tile = tl.where(mask, ", "tile = tl.where(known[:, None], "),
+    GeneratedFault(GEMM_GATED, OP, "if any(t.shape[-1] != width", "if False and any(t.shape[-1] != width"),
+    GeneratedFault(GEMM_GATED, OP, "if any(t.dtype", "if False and any(t.dtype"),
+    GeneratedFault(GEMM_GATED, OP, "call.weight.dim() != 2 or ", ""),
+    GeneratedFault(GEMM_GATED, OP, "result.new_empty(result.shape)", "result.new_empty(result.shape[::-1])"),
+    GeneratedFault(GEMM_NORMED, REFERENCE, "1e-06", "1e-05"),
+    GeneratedFault(GEMM_NORMED, ALL, "1e-06", "1e-05"),
+    GeneratedFault(GEMM_GATED, TRANSFORM, "row_gemm_gated(x, y,", "row_gemm_gated(x, x,"),
+    GeneratedFault(GATED_GEMM, NATIVE, "lanes[i - first]", "lanes[first % kLanes]"),
+    GeneratedFault(GATED_GEMM, NATIVE, "  float lanes[kLanes];", "  if (row == 1) return;\n  float lanes[kLanes];"),
+    # ── merged layers: whose rows, in which order, and who may not be moved ─────────────────────────────────────
+    GeneratedFault(SIBLINGS, TRANSFORM, '"v_proj"', '"o_proj"'),
+    GeneratedFault(SIBLINGS, TRANSFORM, "layers = LAYERS", "layers = LAYERS[:2]"),
+    GeneratedFault(SIBLINGS, TRANSFORM, "layers = LAYERS", "layers = LAYERS[::-1]"),
+    GeneratedFault(SIBLINGS, TRANSFORM, "layers = LAYERS", UNCHECKED),
+    GeneratedFault(SIBLINGS, TRANSFORM, "layers = LAYERS", EXCHANGED),
 )

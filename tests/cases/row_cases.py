@@ -83,6 +83,29 @@ WIDE = RowPattern(
     return (y * x.mean(-1, keepdim=True)).to(y.dtype)""",
     {"x": "a b c : float32", "y": "a b c"},
 )
+# a GEMM with an epilogue, and with a prologue too
+GEMM_GATED = RowPattern(
+    "row_gemm_gated",
+    """def row_gemm_gated_by_hand(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return y + torch.sigmoid(torch.nn.functional.linear(x, weight, bias)) * y""",
+    {"x": "a b c", "y": "a b d", "weight": "d c", "bias": "d"},
+)
+GEMM_NORMED = RowPattern(
+    "row_gemm_normed",
+    """def row_gemm_normed_by_hand(x: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    rows = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-06)).to(x.dtype) * norm
+    return torch.relu(torch.nn.functional.linear(rows, weight)).pow(2)""",
+    {"x": "a b c", "norm": "c", "weight": "d c"},
+)
+GEMM_RANGED = RowPattern(
+    "row_gemm_ranged",
+    """def row_gemm_ranged_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+    low = x.amin(-1, keepdim=True)
+    return torch.nn.functional.linear((x - low) / (x.amax(-1, keepdim=True) - low + 0.5), weight)""",
+    {"x": "a b c", "weight": "d c"},
+)
+GEMMS = (GEMM_GATED, GEMM_NORMED, GEMM_RANGED)
 PATTERNS = (ADD_NORM, ROTATED, GATED, RANGED, SOFTCAPPED, PRODUCT)
 
 

@@ -17,10 +17,10 @@ from graft.workbench.autofuse.engines import candidates_of
 from graft.workbench.autofuse.ledger import FILE, on_machine, open_ledger
 from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import check_request
-from graft.workbench.autofuse.run import write_trial
 from graft.workbench.autofuse.table import table_text
 from graft.workbench.autofuse.timing import ShapeTimes, verdict
 from graft.workbench.autofuse.trial import TrialOrder
+from graft.workbench.autofuse.writing import write_trial
 from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.destination import Destination
 from row_cases import GATED, fresh, write

@@ -15,10 +15,12 @@ from graft.workbench.autofuse.kernels import native_kernel_problem
 from graft.workbench.autofuse.triton_kernels import triton_kernel_problem
 from graft.workbench.scaffold.body import USUAL, Body, functions_of
 from graft.workbench.scaffold.destination import Destination
+from graft.workbench.scaffold.gemm_program import gemm_program
+from graft.workbench.scaffold.gemm_texts import CPP_TILES, TRITON_TILES
 from graft.workbench.scaffold.row_program import row_program
 from graft.workbench.scaffold.row_texts import CPP_ROWS, TRITON_ROWS
 from marks import firsts, left_out
-from row_cases import ADD_NORM, PATTERNS, WIDE, RowPattern, fresh, loaded, write
+from row_cases import ADD_NORM, GEMM_NORMED, GEMMS, PATTERNS, WIDE, RowPattern, fresh, loaded, write
 
 
 @pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 4), ids=lambda p: p.name)
@@ -29,6 +31,22 @@ def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
     with loaded(tmp_path / "row-kernels", pattern):
         problem, calls = triton_kernel_problem(pattern.name, pattern.shapes, "cpu")
     assert not problem and calls >= 20
+
+
+SHORT = [one if one is GEMM_NORMED else left_out(one) for one in GEMMS]  # it has a prologue and an epilogue
+
+
+@pytest.mark.parametrize("pattern", SHORT, ids=lambda p: p.name)
+def test_gemms_with_what_stands_before_and_behind_them(pattern, tmp_path):
+    """Both kernels: few rows and more than a tile of them, tails in every dim, magnitudes, dtypes, layouts."""
+    pattern = fresh(pattern)
+    written = write(pattern, tmp_path / "row-kernels")
+    assert {"native.h", "native.py", "triton.py"} <= {path.name for path in written.files} and not written.no_kernel
+    with loaded(tmp_path / "row-kernels", pattern):
+        problem, calls = triton_kernel_problem(pattern.name, pattern.shapes, "cpu")
+        assert not problem and calls >= 30
+        problem, calls = native_kernel_problem(pattern.name, pattern.shapes)
+        assert not problem and calls >= 9
 
 
 def test_results_have_the_dtype_of_the_model_not_of_a_wide_input(tmp_path):
@@ -69,12 +87,15 @@ KINDS = (
     "becomes tl.max(",
     "[t for t",
     "call.weight)) becomes",
+    "s0 = folded",  # of a GEMM: a prologue of several blocks, more rows than a tile
+    "becomes max(1, count // rows)",
 )
 
 
 def of_a_kernel(fault: GeneratedFault) -> bool:
     table = fault.file == OP and ("call" in fault.old or "_triton(" in fault.old)
-    return isinstance(fault.subject, RowPattern) and (table or fault.file in (TRITON, NATIVE))
+    tame = isinstance(fault.subject, RowPattern) and not fault.wild  # the others are for a process of their own
+    return tame and (table or fault.file in (TRITON, NATIVE))
 
 
 def short_run(fault: GeneratedFault) -> bool:
@@ -127,6 +148,40 @@ def refusal(source: str, shapes: dict[str, str]) -> str:
 )
 def test_what_is_no_program_over_rows_says_why(body, shapes, reason):
     assert reason in refusal(f"def taken_by_hand(x: Tensor) -> Tensor:\n    return {body}", shapes)
+
+
+def gemm_refusal(source: str, shapes: dict[str, str]) -> str:
+    body = Body(source, None, USUAL, shapes)
+    pattern, _ = functions_of(body)
+    found = [
+        gemm_program(body, Rewrite(pattern, pattern, shapes), language) for language in (TRITON_TILES, CPP_TILES)
+    ]
+    assert found[0] == found[1] and isinstance(found[0], str)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("torch.relu(x)", "it has no linear layers"),
+        ("F.linear(x, weight) + F.linear(y, weight)", "it has 2 linear layers"),
+        ("F.linear(x, weight * 2)", "the weight of its GEMM is computed"),
+        ("F.linear(x, weight) * weight.sum()", "read by something else too"),
+        ("F.linear(x[0], weight)", "the rows of its GEMM are not of 3 dims"),
+        ("F.linear(torch.tanh(x), weight) + torch.tanh(x).sum()", "is read by the GEMM and behind it"),
+        ("F.linear(x, weight).mean(-1, keepdim=True)", "behind its GEMM is not computed number by number"),
+        ("F.linear(x, weight)[..., 0:4] * 2", "behind its GEMM is not computed number by number"),
+        ("F.linear(x.cumsum(-1), weight)", "not an op that can be generated"),
+        ("F.linear(x[..., 0:2000] * 2, weight)", "something else with wide rows"),
+        ("F.linear(torch.cat([x, y], -1), weight)", "before its GEMM puts parts of rows together"),
+    ],
+)
+def test_what_is_no_gemm_with_a_prologue_and_an_epilogue_says_why(body, reason):
+    shapes = {"x": "a b 8", "y": "a b 8", "weight": "d 16"}
+    if "cat" not in body:
+        shapes = {"x": "a b c", "y": "a b c", "weight": "d c"}
+    source = f"def taken_by_hand(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:\n    return {body}"
+    assert reason in gemm_refusal(source, shapes)
 
 
 def test_norms_and_softmax_are_taken_apart():

@@ -89,4 +89,5 @@ def ending(ledger: Ledger, package: Path) -> str:
     kept = len(ledger.kept)
     if not kept:
         return f"nothing was kept; {package}/AUTOFUSE.md says why"
-    return f"{kept} kept in {package}: pip install -e ./{package}; {package}/AUTOFUSE.md is the table"
+    folder = package if package.is_absolute() else f"./{package}"
+    return f"{kept} kept in {package}: pip install -e {folder}; {package}/AUTOFUSE.md is the table"

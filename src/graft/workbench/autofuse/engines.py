@@ -10,6 +10,7 @@ from graft.engine.llm import LLM
 from graft.engine.setup.stages import capture, load_decoder, settings_for, target_of, transform
 from graft.workbench.autofuse.answers import NEW
 from graft.workbench.discover import Discovery, discover
+from graft.workbench.discover.gemms import mergeable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,10 +28,12 @@ def candidates_of(request: AutofuseRequest, progress: Progress | None = None) ->
     )  # fmt: skip
     settings = settings_for(loaded, request.config, None, sets=request.sets, plugins=request.plugins)
     target = target_of(loaded, settings, request.backend)
-    made = transform(loaded, capture(loaded, progress), settings, target, keep_weights=True, progress=progress)
+    captured = capture(loaded, progress)
+    together = mergeable(captured.graph_module)
+    made = transform(loaded, captured, settings, target, keep_weights=True, progress=progress)
     return discover(
         made.graph_module, model=loaded.name, config=settings, progress=progress,
-        other_devices=loaded.module.device.type == "cuda",
+        other_devices=loaded.module.device.type == "cuda", together=together,
     )  # fmt: skip
 
 

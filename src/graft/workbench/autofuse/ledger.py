@@ -20,7 +20,8 @@ KernelPath = Literal["existing_kernel_path", "triton_fallback_path", ""]
 class CandidateOutcome:
     """One candidate. predicted: µs at each count of tokens, by the model of `graft discover`; share: of that step.
 
-    kernels: what was written (native, triton). seconds: what trying it took.
+    over: the candidate that it takes a GEMM with. kernels: what was written (native, triton). seconds: what trying it
+    took.
     """
 
     id: str
@@ -37,6 +38,7 @@ class CandidateOutcome:
     times: tuple[ShapeTimes, ...] = ()
     checks: tuple[dict[str, str], ...] = ()
     seconds: float = 0.0
+    over: str = ""
 
     @property
     def decided(self) -> bool:

@@ -14,17 +14,17 @@ from graft.base.files import Progress, write_whole
 from graft.bench.limits.machine import facts
 from graft.models.places import resolve_device
 from graft.workbench.autofuse.engines import candidates_of
-from graft.workbench.autofuse.ledger import CandidateOutcome, KernelPath, Ledger, Status, on_machine, open_ledger
+from graft.workbench.autofuse.ledger import CandidateOutcome, Ledger, Status, on_machine, open_ledger
 from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import AutofuseRequest, check_request
 from graft.workbench.autofuse.table import table_text
 from graft.workbench.autofuse.timing import ShapeTimes, verdict
 from graft.workbench.autofuse.trial import TrialOrder
+from graft.workbench.autofuse.writing import CandidateWriter
 from graft.workbench.discover import Candidate
 from graft.workbench.discover.sources import is_run
-from graft.workbench.scaffold.candidate import Seed, seed_of
 from graft.workbench.scaffold.destination import Destination
-from graft.workbench.scaffold.plan import Written, transform_from
+from graft.workbench.scaffold.plan import Written
 
 Tell = Callable[[CandidateOutcome], None]
 LEAST = 20.0  # seconds: less is not enough to import torch, capture and compile
@@ -50,7 +50,7 @@ def autofuse(request: AutofuseRequest, tell: Tell | None = None, progress: Progr
         if known is not None and known.decided:
             continue
         left = time_left(request, started)
-        why = skipped(request, candidate, tried, left)
+        why = skipped(request, candidate, ledger, tried, left)
         if why:
             outcome = replace(blank(candidate), status=why[0], reason=why[1])
         else:
@@ -77,10 +77,15 @@ def time_left(request: AutofuseRequest, started: float) -> float:
     return request.budget - (time.monotonic() - started)
 
 
-def skipped(request: AutofuseRequest, candidate: Candidate, tried: int, left: float) -> tuple[Status, str] | None:
+def skipped(
+    request: AutofuseRequest, candidate: Candidate, ledger: Ledger, tried: int, left: float
+) -> tuple[Status, str] | None:
     unsure = request.own and candidate.next_step  # a kernel may exist, and one of its own was asked for
     if candidate.recommendation == "defer" and not unsure:
         return "deferred", candidate.reason
+    narrow = ledger.find(candidate.over)
+    if narrow is not None and narrow.status == "not tried":  # what it is compared with is not known yet
+        return "not tried", f"it takes a GEMM with {candidate.over}, which was not tried"
     if request.steps is not None and tried >= request.steps:
         return "not tried", f"--steps {request.steps} were taken; run it again to go on"
     if left < LEAST:
@@ -92,7 +97,7 @@ def blank(candidate: Candidate) -> CandidateOutcome:
     return CandidateOutcome(
         candidate.id, candidate.title, candidate.kind, candidate.count,
         tuple(round(e.saving_us, 3) for e in candidate.estimates), tuple(e.share for e in candidate.estimates),
-        "not tried", "",
+        "not tried", "", over=candidate.over,
     )  # fmt: skip
 
 
@@ -100,70 +105,61 @@ def try_candidate(
     request: AutofuseRequest, candidate: Candidate, model: str, final: Destination, ledger: Ledger, limit: float
 ) -> CandidateOutcome:
     started = time.monotonic()
-    outcome = replace(blank(candidate), transform=f"fuse_{candidate.function_name}")
+    narrow = ledger.find(candidate.over)
+    ahead_of = (narrow.transform,) if narrow is not None and narrow.status == "kept" else ()
+    writer = CandidateWriter(candidate, model, request.own, ahead_of)
+    outcome = replace(blank(candidate), transform=writer.name)
     with tempfile.TemporaryDirectory(prefix="graft-autofuse-") as scratch:
         place = Destination.in_package(Path(scratch) / f"trial-{candidate.id}")
         try:
-            seed = seed_of(candidate, model)
-            whole = candidate.estimates[0].launches_after <= candidate.count  # by one kernel, not by a part of it
-            written, path, note = write_trial(outcome.transform, seed, place, own=request.own or not whole)
+            written, path, note = writer.trial(place)
         except GraftError as error:
             return replace(outcome, status="refused", reason=one_line(error), seconds=since(started))
         kernels = tuple(
             name for name, file in (("native", "native.h"), ("triton", "triton.py")) if has(written, file)
         )
-        order = order_of(request, outcome.transform, written, seed, place, final, ledger)
+        order = order_of(request, writer, written, place, final, ledger)
         search = [place.source.parent, *([final.source.parent] if ledger.kept else [])]
         data = run_trial(order, search, limit)
         outcome = replace(outcome, path=path, kernels=kernels, checks=tuple(data["checks"]), seconds=since(started))
         if data["failure"]:
-            status: Status = "wrong" if data["phase"] == "wrong" else "failed"
             if data["phase"] == "out of time" and limit < request.limit:
                 return replace(outcome, status="not tried", reason="the budget ended while it was tried")
+            status = ENDED.get(data["phase"], "failed")
             return replace(outcome, status=status, reason=one_line(data["failure"]))
         times = tuple(ShapeTimes.of(one) for one in data["times"])
         pays, told = verdict(times, request.gain)
         outcome = replace(outcome, times=times, reason=f"{told}{note}", status="kept" if pays else "no gain")
         if pays:
-            keep(outcome, seed, final, order, op=bool(written.op))
+            keep(writer, final, order, op=bool(written.op))
     return replace(outcome, seconds=since(started))
 
 
-def write_trial(name: str, seed: Seed, place: Destination, *, own: bool) -> tuple[Written, KernelPath, str]:
-    """With the kernel that exists, where one can be called; else with kernels that are written here."""
-    note = ""
-    if seed.existing and not own:
-        try:
-            return transform_from(name, seed, place), "existing_kernel_path", f"; by {seed.existing[0][1]}"
-        except GraftError as error:
-            note = f"; {seed.existing[0][1]} was not called: {one_line(error)[:160]}"
-    return transform_from(name, seed, place, op=True), "triton_fallback_path", note
+ENDED: dict[str, Status] = {"wrong": "wrong", "nothing left": "no gain"}
 
 
 def order_of(
     request: AutofuseRequest,
-    name: str,
+    writer: CandidateWriter,
     written: Written,
-    seed: Seed,
     place: Destination,
     final: Destination,
     ledger: Ledger,
 ) -> TrialOrder:
     packages = [str(final.source)] if ledger.kept else []
     return TrialOrder(
-        request.model, name, written.op, dict(seed.shapes), (*packages, str(place.source)), str(place.test(name)),
-        str(place.root / "note.md"), str(resolve_device(request.device)), request.backend, request.dtype,
-        request.config, request.sets, request.plugins, request.prompt, request.new, request.repeats,
-        request.trust_remote_code,
+        request.model, writer.name, written.op, writer.shapes(), (*packages, str(place.source)),
+        str(place.test(writer.name)), str(place.root / "note.md"), str(resolve_device(request.device)),
+        request.backend, request.dtype, request.config, request.sets, request.plugins, request.prompt,
+        request.new, request.repeats, request.trust_remote_code,
     )  # fmt: skip
 
 
-def keep(outcome: CandidateOutcome, seed: Seed, final: Destination, order: TrialOrder, *, op: bool) -> None:
-    """The same files in the package, switched on, with the note of the review. A run that was killed in between
-    writes them anew."""
-    transform_from(outcome.transform, seed, final, op=op, force=True, enabled=True)
+def keep(writer: CandidateWriter, final: Destination, order: TrialOrder, *, op: bool) -> None:
+    """The same files in the package, switched on, with the note of the review."""
+    writer.keep(final, op=op)
     note = Path(order.note).read_text() if Path(order.note).is_file() else ""
-    write_whole(final.root / "notes" / f"{outcome.transform}.md", note)
+    write_whole(final.root / "notes" / f"{writer.name}.md", note)
 
 
 def has(written: Written, file: str) -> bool:

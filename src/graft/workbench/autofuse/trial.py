@@ -64,6 +64,10 @@ class Wrong(Exception):
     """A check that failed, in words."""
 
 
+class NothingLeft(Exception):
+    """What was kept before it takes all its sites."""
+
+
 class Findings:
     """What is known so far, on disk after every line."""
 
@@ -94,6 +98,8 @@ def main(order_file: str, result_file: str) -> None:
         findings.begin("done")
     except Wrong as wrong:
         findings.data |= {"failure": str(wrong), "phase": "wrong"}
+    except NothingLeft as reason:
+        findings.data |= {"failure": str(reason), "phase": "nothing left"}
     except GraftError as error:
         findings.data |= {"failure": f"{findings.data['phase']}: {error}", "phase": "failed"}
     findings.save()
@@ -190,6 +196,8 @@ def review(order: TrialOrder, findings: Findings) -> None:
     )  # fmt: skip
     report = check(order.model, request)
     (checked,) = report.checks
+    if not checked.matches and len(order.packages) > 1:
+        raise NothingLeft(f"what was kept before it takes its sites: {checked.of('numerics').reason}")
     for line in (*checked.lines, *report.whole):
         findings.line(line.check, line.verdict, line.reason)
     if not checked.matches:

@@ -45,6 +45,7 @@ class Candidate:
     strengths: tuple[str, ...] = ()
     weaknesses: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
+    over: str = ""  # the candidate that it takes a GEMM with
     measured: tuple[Measured, ...] = ()  # by count of tokens, where a device was at hand
     pieces: tuple[CandidateRegion, ...] = field(default=(), repr=False)
 
@@ -73,6 +74,8 @@ class Candidate:
 
     def pattern_problem(self) -> str:
         """'' where the source, taken as a pattern, matches its graph at every site; else why it does not."""
+        if self.kind == "horizontal_gemm":
+            return "it puts weights side by side, which is no pattern of calls; graft autofuse writes it"
         graph = self.pieces[0].nodes[0].graph
         number = next((n for n in placeholders(self.subgraph().graph) if tensor_val(n) is None), None)
         if number is not None:

@@ -23,6 +23,7 @@ from graft.passes.pipeline import run_pipeline
 from graft.workbench.discover.aten import aten_kernels
 from graft.workbench.discover.calls import is_attention, is_free, is_matmul
 from graft.workbench.discover.candidates import Candidate, Discovery
+from graft.workbench.discover.gemms import MERGES, horizontal, layer_names, with_gemms
 from graft.workbench.discover.grouping import grouped, sites
 from graft.workbench.discover.inductor import inductor_patterns
 from graft.workbench.discover.installed import installed_kernels
@@ -55,11 +56,14 @@ def discover(
     machine: Machine | None = None,
     progress: Progress | None = None,
     other_devices: bool = True,
+    together: Sequence[tuple[str, ...]] | None = None,
 ) -> Discovery:
     """The fusion candidates of a captured or transformed graph, which stays as it is.
 
     `config` is the one that the graph was transformed with: what its transforms would do on a GPU is not a candidate,
-    unless `other_devices` is off, for a graph that was transformed for the device where it runs.
+    unless `other_devices` is off, for a graph that was transformed for the device where it runs. `together`:
+    weights of layers that could be one (gemms.py: mergeable). Where it is given these are candidates, and so is each
+    other one together with the GEMM beside it.
     """
     started = time.perf_counter()
     machine, tokens = machine or Machine(), tuple(tokens)
@@ -73,6 +77,8 @@ def discover(
         if progress:
             progress("looking for kernels", index, len(groups))
         found.append(candidate_of(key, pieces, gm, Setting(elsewhere, off), steps, machine))
+    if together is not None:
+        found += around_gemms(gm, together, found, Setting(elsewhere, off), steps, machine)
     found.sort(key=order_of)
     seconds = time.perf_counter() - started
     notes = size_notes(gm.graph, steps)
@@ -80,16 +86,39 @@ def discover(
     return Discovery(model, tuple(found), tokens, notes, machine, taken, seconds)
 
 
+def around_gemms(
+    gm: GraphModule,
+    together: Sequence[tuple[str, ...]],
+    narrow: Sequence[Candidate],
+    setting: Setting,
+    steps: Sequence[StepEstimate],
+    machine: Machine,
+) -> list[Candidate]:
+    """What reads a GEMM first: an epilogue needs no row twice. A GEMM is in one of them at most."""
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    taken = {node for candidate in narrow for piece in candidate.pieces for node in piece.nodes if is_matmul(node)}
+    found = [
+        candidate_of(key, pieces, gm, setting, steps, machine) for key, pieces in horizontal(gm, together).items()
+    ]
+    for candidate in sorted(narrow, key=lambda one: one.kind != "gemm_epilogue"):
+        wider = grouped(with_gemms(candidate.pieces, order, taken))
+        for key, pieces in wider.items():
+            made = candidate_of(key, pieces, gm, setting, steps, machine)
+            found.append(replace(made, over=candidate.id))
+    return found
+
+
 ALIKE = 1.1  # savings within a tenth of one another are alike: estimates are no better
 
 
 def order_of(candidate: Candidate) -> tuple[Any, ...]:
-    """By saving at the first count of tokens; among those that save alike first what is less of a risk, then what is
-    less to write."""
+    """By saving at the first count of tokens, what takes a GEMM with another candidate behind all others. Among those
+    that save alike first what is less of a risk, then what is less to write."""
     first = candidate.saving_us
     step = math.floor(math.log(first, ALIKE)) if first > 0 else -math.inf
     return (
-        candidate.recommendation == "defer", -step, RISKS.index(candidate.numeric_risk), candidate.complexity,
+        candidate.recommendation == "defer", bool(candidate.over), -step,
+        RISKS.index(candidate.numeric_risk), candidate.complexity,
         *(-estimate.saving_us for estimate in candidate.estimates),
     )  # fmt: skip
 
@@ -126,6 +155,8 @@ def candidate_of(
 
 def title_of(piece: CandidateRegion) -> str:
     """`sigmoid → mul → add`."""
+    if piece.kind == "horizontal_gemm":
+        return " + ".join(layer_names(piece))
     names = [op_name(node) for node in piece.nodes if not is_free(node)]
     return " → ".join(names if len(names) <= 9 else [*names[:7], "…", names[-1]])
 
@@ -136,6 +167,9 @@ def gather(
     """All that is known about a piece: what exists for it whole, what for a part of it, who takes it on a GPU."""
     subgraph = extract(piece)
     on_gpu = takers(pieces, setting.on_gpu)
+    if piece.kind == "horizontal_gemm":
+        merged = Existing("graft", "aten::linear", transform_file(MERGES), (MERGES,))
+        return CandidateEvidence((merged,), subgraph, on_gpu=on_gpu)
     if piece.kind == "position_table":
         table = tabulated(piece, gm)
         on_gpu = ("tabulate_rope",) if table and "tabulate_rope" not in setting.off else ()

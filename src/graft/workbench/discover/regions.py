@@ -37,6 +37,7 @@ Kind = Literal[
     "elementwise_chain",
     "gemm_epilogue",
     "gemm_prologue",
+    "horizontal_gemm",
     "attention_neighbour",
     "experts",
     "position_table",

@@ -70,13 +70,14 @@ def transform_from(
     stage: str | None = None,
     force: bool = False,
     enabled: bool = False,
+    ahead_of: tuple[str, ...] = (),
 ) -> Written:
     """The same for a candidate of `graft discover`: its op is made, unless a kernel that exists can be called.
-    enabled: listed as on, for one that was measured."""
+    enabled: listed as on, for one that was measured. ahead_of: transforms that take part of what it takes."""
     check_request(name, stage)
     body, note = body_of_seed(seed, name, op)
     try:
-        before = BEFORE if not stage else ()
+        before = (*ahead_of, *(BEFORE if not stage else ()))
         written = write_transform(name, body, destination(folder), stage or STAGE, force, before, enabled=enabled)
     except PatternError as error:
         if body.replacement is None:
