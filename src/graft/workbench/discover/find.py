@@ -80,6 +80,8 @@ def discover(
     if together is not None:
         found += around_gemms(gm, together, found, Setting(elsewhere, off), steps, machine)
     found.sort(key=order_of)
+    if together is not None:  # what takes a GEMM comes when all else is known: merges, and what it is compared with
+        found.sort(key=lambda one: (one.recommendation == "defer", one.kind != "horizontal_gemm" and takes_gemm(one)))
     seconds = time.perf_counter() - started
     notes = size_notes(gm.graph, steps)
     taken = tuple(step.microseconds for step in steps)
@@ -111,14 +113,17 @@ def around_gemms(
 ALIKE = 1.1  # savings within a tenth of one another are alike: estimates are no better
 
 
+def takes_gemm(candidate: Candidate) -> bool:
+    return any(is_matmul(node) for node in candidate.pieces[0].nodes)
+
+
 def order_of(candidate: Candidate) -> tuple[Any, ...]:
-    """By saving at the first count of tokens, what takes a GEMM with another candidate behind all others. Among those
-    that save alike first what is less of a risk, then what is less to write."""
+    """By saving at the first count of tokens; among those that save alike first what is less of a risk, then what is
+    less to write."""
     first = candidate.saving_us
     step = math.floor(math.log(first, ALIKE)) if first > 0 else -math.inf
     return (
-        candidate.recommendation == "defer", bool(candidate.over), -step,
-        RISKS.index(candidate.numeric_risk), candidate.complexity,
+        candidate.recommendation == "defer", -step, RISKS.index(candidate.numeric_risk), candidate.complexity,
         *(-estimate.saving_us for estimate in candidate.estimates),
     )  # fmt: skip
 
