@@ -14,7 +14,16 @@ from graft.capture.containers import CallContainers
 from graft.capture.dynamic import conform, structure
 
 NO_CONTAINERS: Mapping[str, Any] = {"args": (), "kwargs": {}}  # of modules that were saved before there were any
+MOST_KINDS = 1024  # combinations of kinds of inputs that are remembered
 PLAIN = (type(None), bool, int, float, str)
+
+
+def kind(value: Any) -> Any:
+    """All of an input that decides which graph is right for it."""
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided
+        return value.dtype, value.device, value.shape, value.is_contiguous() if strided else value.layout
+    return type(value), repr(value) if isinstance(value, float) else value
 
 
 def calls_of(calls: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graft.api.call_form import CallForm, calls_of
+from graft.api.call_form import MOST_KINDS, CallForm, calls_of, kind
 from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.api.functionalization import joined_record
-from graft.api.gradients import refuse_inputs, requiring, run_honoured
+from graft.api.gradients import detached_views, refuse_inputs, requiring, run_honoured
 from graft.api.module_check import ModuleCheck
 from graft.api.preallocated import run_into
 from graft.api.restart import Restart
@@ -40,15 +40,6 @@ from graft.passes.report import Report
 log = logging.getLogger("graft")
 MOST_VARIANTS = 16  # a program with more branches on sizes recompiles for ever
 CAPTURING = threading.Lock()  # torch.export swaps parts of the module while it traces
-MOST_KINDS = 1024  # combinations of sizes that are remembered as checked
-
-
-def kind(value: Any) -> Any:
-    """All of an input that decides which graph is right for it."""
-    if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        return value.dtype, value.device, value.shape, value.is_contiguous() if strided else value.layout
-    return type(value), repr(value) if isinstance(value, float) else value
 
 
 class CompiledModule(torch.nn.Module):
@@ -73,6 +64,7 @@ class CompiledModule(torch.nn.Module):
         self._sources: ModuleCheck | None = None  # what is shared with the module, or fixed in the graph, stays
         self.cache_count = 0  # StaticCaches among the arguments
         self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
+        self.carrying: dict[tuple[Any, ...], list[bool]] = {}  # kinds of inputs → which results carry gradients
         self.frozen = settings.frozen
         self.restart: Restart | None = None  # which input begins state anew
         self._parts: ModeParts | None = None  # modules whose modes decide what a graph computes
@@ -194,6 +186,8 @@ class CompiledModule(torch.nn.Module):
         if out is not None:
             return run_into(variant, self.settings, values, out)
         result = variant.run(values, args, kwargs)
+        if detached and variant.gives_views:
+            result = detached_views(result)
         return hand_back(result, caches, variant.returned) if caches else result
 
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Any:

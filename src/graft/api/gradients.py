@@ -10,8 +10,8 @@ honoured they are noted in the report, and `backward()` on a result raises, as r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from graft.api.call_form import MOST_KINDS, kind
 from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.base.errors import GradientsRefused, UsageError
 from graft.capture.containers import CallContainers, Container, put_together, take_apart
@@ -54,6 +55,13 @@ def state_of(module: torch.nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def trained(compiled: CompiledModule) -> list[Tensor]:
+    """State that may require gradients: the module's, and what its graphs read beside (attributes, items of lists)."""
+    graphs = (variant.graph_module for variant in compiled.variants)
+    found = [*state_of(compiled.source).values(), *(t for graph in graphs for t in trainable(graph).values())]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
 def trainable(module: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers that require gradients. Of a captured graph: those that it uses."""
     return {name: tensor for name, tensor in state_of(module).items() if tensor.requires_grad}
@@ -79,6 +87,16 @@ def requiring(values: Sequence[Any], names: Sequence[str]) -> list[str]:
     """The inputs that require gradients."""
     found = zip(values, names, strict=False)
     return [name for value, name in found if isinstance(value, Tensor) and value.requires_grad]
+
+
+def detached_views(result: Any) -> Any:
+    """The result with views of what requires gradients detached: torch lets them pass for leaves of their own."""
+
+    def apart(value: Tensor) -> Tensor:
+        lost = value.requires_grad and value.grad_fn is None and value._is_view()
+        return value.detach() if lost else value
+
+    return pytree.tree_map_only(Tensor, apart, result)
 
 
 def refuse_inputs(values: Sequence[Any], names: Sequence[str]) -> None:
@@ -147,6 +165,7 @@ class HonouredCall:
     spec: Any = None
     template: Container | None = None
     returned: dict[int, Tensor] = field(default_factory=dict)  # results that are inputs themselves
+    carry: Sequence[bool] = ()  # which results carry gradients
 
     def reference(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
         """The results of the module itself, and the tensors in place of the inputs, on which they depend."""
@@ -178,8 +197,8 @@ class FusedForward(torch.autograd.Function):
         results, call.spec = pytree.tree_flatten(result)
         given = {id(t) for t in tensors}
         call.returned = {index: t for index, t in enumerate(results) if id(t) in given}
-        own = [t for t in results if isinstance(t, Tensor)]
-        ctx.mark_non_differentiable(*(t for t in own if not (t.is_floating_point() or t.is_complex())))
+        bare = [t for t, carries in zip(results, call.carry, strict=True) if isinstance(t, Tensor) and not carries]
+        ctx.mark_non_differentiable(*bare)
         return tuple(results)
 
     @staticmethod
@@ -198,9 +217,24 @@ class FusedForward(torch.autograd.Function):
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if reached and wanted:
             outputs, given = zip(*reached, strict=True)
-            found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+            with hooks_once(wanted):
+                found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         order = iter(found)
         return (None, *(next(order) if t.requires_grad else None for t in tensors))
+
+
+@contextmanager
+def hooks_once(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks on these tensors are left for the caller's backward, which runs them on what this one gives."""
+    tables = [table for tensor in tensors if (table := tensor._backward_hooks)]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)
 
 
 def run_honoured(compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,15 +242,33 @@ def run_honoured(compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[s
     run = partial(compiled.run, args, kwargs)
     module, containers = compiled.source, compiled.form.containers
     plain = compiled.form.apply(args, kwargs)
+    values = pytree.tree_leaves(plain)
     if transforms_around():
-        refuse_func_transforms(pytree.tree_leaves(plain), compiled.variants[0].names, "honour")
-    inputs = list({id(t): t for t in pytree.tree_leaves(plain) if isinstance(t, Tensor)}.values())
-    state = list(state_of(module).values())
+        refuse_func_transforms(values, compiled.variants[0].names, "honour")
+    inputs = list({id(t): t for t in values if isinstance(t, Tensor)}.values())
+    state = trained(compiled)
     if not any(t.requires_grad for t in (*inputs, *state)):
         return run()
     random = RandomState.now([*inputs, *state]) if compiled.samples else None
     call = HonouredCall(run, module, plain, containers, inputs, random)
+    key = compiled.modes(), *map(kind, values), *(t.requires_grad for t in (*inputs, *state))
+    if key not in compiled.carrying:
+        if len(compiled.carrying) >= MOST_KINDS:
+            compiled.carrying.clear()
+        compiled.carrying[key] = carrying(call)
+    call.carry = compiled.carrying[key]
     results = FusedForward.apply(call, *inputs, *state)
-    # where a result is an input itself, autograd makes another object of it
-    plain_results = [call.returned.get(index, t) for index, t in enumerate(results)]
+    # autograd makes another object of a result that is an input itself, and lets a view of one carry gradients
+    bare = (
+        t.detach() if isinstance(t, Tensor) and t.requires_grad and not carries else t
+        for t, carries in zip(results, call.carry, strict=True)
+    )
+    plain_results = [call.returned.get(index, t) for index, t in enumerate(bare)]
     return put_together(pytree.tree_unflatten(plain_results, call.spec), call.template)
+
+
+def carrying(call: HonouredCall) -> list[bool]:
+    """Which results carry gradients: those of the module itself, which is run for that."""
+    with torch.enable_grad():
+        results, _ = call.reference(call.inputs)
+    return [isinstance(t, Tensor) and t.requires_grad for t in results]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from graft.api.checks import MemoryCheck
 from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies, refuse_gradients
@@ -24,8 +24,9 @@ from graft.capture.containers import Container, put_together
 from graft.capture.module import CapturedModule
 from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
+from graft.ir.effects import storage_root
 from graft.ir.io.pytrees import nesting, result_names, unflatten
-from graft.ir.nodes import placeholders
+from graft.ir.nodes import leaves, outlives_call, output_node, placeholders
 from graft.ir.program.signature import Signature
 from graft.ir.trace import EXPORT, DecompositionLevel, use_level
 from graft.memory.alias_map import Alias, state_records
@@ -105,6 +106,12 @@ class Variant:
         """Which inputs the graph writes."""
         owners = {write.owner for write in state_writes(self.graph_module)}
         return [index for index, node in enumerate(placeholders(self.graph_module.graph)) if node in owners]
+
+    @cached_property
+    def gives_views(self) -> bool:
+        """Whether a result may be a view of an input or of state."""
+        results = (leaf for leaf in leaves(output_node(self.graph_module.graph).args[0]) if isinstance(leaf, Node))
+        return any(storage_root(node) is not node and outlives_call(storage_root(node)) for node in results)
 
     @cached_property
     def samples(self) -> bool:

@@ -62,6 +62,7 @@ class SavedContainer:
 class ModuleSnapshot:
     containers: list[SavedContainer] = field(default_factory=list)
     seen: dict[int, Any] = field(default_factory=dict)  # by id; the objects, so that no id is used twice
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)  # those that are neither parameters nor buffers
 
     def add_module(self, module: torch.nn.Module) -> None:
         for prefix, part in module.named_modules():
@@ -81,6 +82,8 @@ class ModuleSnapshot:
 
     def add(self, path: str, value: Any) -> None:
         """Goes into containers and plain objects, however deep. Modules have places of their own."""
+        if isinstance(value, Tensor):
+            self.tensors.append((path, value))
         if isinstance(value, (Tensor, *NUMBERS, *SIZES)) or value is None or id(value) in self.seen:
             return
         self.seen[id(value)] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from graft.ir.program.indexing import TensorPositions
 from graft.ir.program.node_values import values_alone
 from graft.ir.program.results import keep_results_apart, result_objects
 from graft.ir.program.zero_sizes import zero_sizes_asked
+from graft.ir.snapshot import ModuleSnapshot
 from graft.ir.storage import identity
 
 
@@ -211,27 +213,38 @@ def canonicalize_inside(gm: GraphModule) -> None:
 
 
 def name_constants(gm: GraphModule, module: torch.nn.Module) -> None:
-    """Tensors that export took for constants, under the names that the module has for them.
+    """Tensors that export took for constants are the module's own, under the names that it has for them.
 
     A cache that is a plain attribute, or an attribute of some object that the module holds (as Hugging Face's
-    StaticCache is), becomes `lifted_tensor_0`, even where the same tensor is registered as a buffer.
+    StaticCache is), becomes `lifted_tensor_0`, even where the same tensor is registered as a buffer; and it is another
+    tensor over that memory, which does not say whether the module's own requires gradients.
     """
-    known: dict[tuple[Any, ...], str] = {}
+    held = ModuleSnapshot()
+    held.add_module(module)
+    known = {
+        identity(tensor): (re.sub(r"\W+", "_", path).strip("_"), tensor) for path, tensor in reversed(held.tensors)
+    }
     for path, part in reversed(list(module.named_modules())):
         plain = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
         for name, tensor in {**plain, **part._buffers}.items():
             if tensor is not None:
-                known[identity(tensor)] = f"{path}.{name}" if path else name
+                known[identity(tensor)] = (f"{path}.{name}" if path else name), tensor
     for node in gm.graph.nodes:
-        leaf = str(node.target).rpartition(".")[2]
-        if node.op != "get_attr" or not leaf.startswith("lifted_tensor"):
+        tensor = attribute(gm, str(node.target)) if node.op == "get_attr" else None
+        name, own = known.get(identity(tensor), ("", None)) if isinstance(tensor, torch.Tensor) else ("", None)
+        if own is None:
             continue
-        tensor = attribute(gm, str(node.target))
-        name = known.get(identity(tensor)) if isinstance(tensor, torch.Tensor) else None
-        if name is not None:
-            if attribute(gm, name) is not tensor:
-                attach_state(gm, name, tensor, persistent=False)
-            node.target = name
+        if not str(node.target).rpartition(".")[2].startswith("lifted_tensor"):
+            name = str(node.target)
+        while (present := attribute(gm, name)) is not None and not is_same(present, own):
+            name += "_"
+        if present is not own and not isinstance(present, torch.nn.Parameter):
+            attach_state(gm, name, own, persistent=False)
+        node.target = name
+
+
+def is_same(value: Any, own: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and identity(value) == identity(own)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.export import Dim
 
 import graft
 from graft.base.errors import CaptureError, UsageError
+from graft.ir.nodes import where
 from marks import short
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -174,3 +175,10 @@ def test_a_compiled_function_is_saved_and_loaded(tmp_path):
     compiled.save(tmp_path / "f")
     loaded = graft.load(tmp_path / "f")
     assert torch.equal(loaded(X), compiled(X))
+
+
+def test_nodes_stand_in_the_line_of_the_function():
+    """Not in that of graft's own `forward`, which calls it."""
+    graph = graft.compile(scaled, (X,)).graph_module.graph
+    told = [where(node) for node in graph.nodes if node.op == "call_function"]
+    assert told and all("(test_functions.py:" in text for text in told), told

@@ -180,3 +180,67 @@ def test_samples_in_a_branch_are_refused(backend):
 
     with pytest.raises(GradientsRefused, match="would sample other numbers"):
         graft.compile(Dropping(), (torch.ones(8),), grad="honour", backend=backend)
+
+
+class Scaled(nn.Module):
+    """Tensors that require gradients and are neither parameters nor buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.listed = torch.ones(3, requires_grad=True), [torch.full((3,), 2.0, requires_grad=True)]
+
+    def forward(self, x):
+        return x * self.own * self.listed[0]
+
+
+def test_attributes_and_items_of_lists_that_require_gradients_are_told_and_honoured():
+    module = Scaled()
+    told = graft.compile(module, (torch.ones(3),)).report.notes
+    assert "gradients: results carry none, though own, listed_0 require them; grad='honour' gives them" in told
+    graft.compile(module, (torch.ones(3),), grad="honour")(torch.full((3,), 5.0)).sum().backward()
+    torch.testing.assert_close(module.own.grad, torch.full((3,), 10.0))
+    torch.testing.assert_close(module.listed[0].grad, torch.full((3,), 5.0))
+
+
+def test_a_function_that_closes_over_what_requires_gradients_says_so():
+    w = torch.ones(3, requires_grad=True)
+    notes = graft.compile(lambda x: x * w, (torch.ones(3),)).report.notes
+    assert "gradients: results carry none, though w requires them; grad='honour' gives them" in notes
+
+
+def test_only_results_that_carry_gradients_in_eager_carry_them():
+    def program(x):
+        with torch.no_grad():
+            still = x * 3
+        return x * 2, x.detach(), still, x.argmax(), x[:2]
+
+    x = torch.randn(4, requires_grad=True)
+    results = graft.compile(program, (x,), grad="honour")(x)
+    assert (
+        [t.requires_grad for t in results]
+        == [t.requires_grad for t in program(x)]
+        == [True, False, False, False, True]
+    )
+    (results[0].sum() + results[4].sum()).backward()
+    torch.testing.assert_close(x.grad, torch.tensor([3.0, 3.0, 2.0, 2.0]))
+
+
+def test_a_hook_on_a_parameter_runs_once():
+    module, seen = nn.Linear(2, 2), []
+    module.weight.register_hook(lambda grad: seen.append(1) or grad * 2)
+    compiled = graft.compile(module, (torch.ones(1, 2),), grad="honour")
+    for run in (module, compiled):
+        module.weight.grad = None
+        run(torch.ones(1, 2)).sum().backward()
+        torch.testing.assert_close(module.weight.grad, torch.full((2, 2), 2.0))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("grad", ["refuse", "drop"])
+def test_a_view_of_a_parameter_is_no_leaf_of_its_own(grad):
+    """torch gives views under no_grad out as leaves: backward would end in them, and the parameter have nothing."""
+    module = Scaled()
+    module.forward = lambda x: (module.own, module.own[:2], x * module.own)
+    whole, view, product = graft.compile(module, (torch.ones(3),), grad=grad)(torch.ones(3))
+    assert whole is module.own and view.data_ptr() == module.own.data_ptr()
+    assert not view.requires_grad and not product.requires_grad

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.executorch import convert_and_export_with_cache
 
 import graft
-from graft.base.errors import GuardFailed, UsageError
+from graft.base.errors import CaptureError, GuardFailed, UsageError
 from marks import examples
 
 
@@ -115,3 +115,29 @@ def test_hugging_face_programs_with_a_static_cache(strict, tmp_path):
     compiled.save(tmp_path / "saved")
     again = graft.load(tmp_path / "saved")(input_ids=torch.tensor([[3]]), cache_position=torch.tensor([0]))
     torch.testing.assert_close(again, expected[:, :1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_torch(kind):
+    """They list their weights once more and make that list anew when a weight is another, as every trace has it."""
+    module, x = kind(4, 8, 2, bidirectional=True).requires_grad_(False), torch.randn(5, 2, 4)
+    held = list(module._flat_weights)
+    compiled = graft.compile(module, (x,))
+    torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+    assert all(a is b for a, b in zip(held, module._flat_weights, strict=True))
+    module.weight_hh_l1.fill_(0.5)  # weights that the graph reads, not copies
+    torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+
+
+def test_a_list_that_gets_other_tensors_is_refused():
+    class Relisted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))]
+
+        def forward(self, x):
+            self.weights = self.weights[::-1]
+            return x + self.weights[0]
+
+    with pytest.raises(CaptureError, match="forward sets weights"):
+        graft.compile(Relisted(), (torch.ones(2),))

@@ -11,6 +11,8 @@ Here every trace ends with all of it as it was, also one that raises. What chang
 
 - a buffer or a tensor attribute of a module, replaced by one of its shape, dtype and device: a write in place;
 - an equal number, string or container of such, or an attribute that holds neither tensors nor numbers: nothing;
+- a list of the module's own parameters, made anew of those that the trace has in their place (as `nn.LSTM` keeps
+  them): nothing;
 - a new attribute that is a bool, as Hugging Face's for hooks that are installed once: nothing;
 - the shape, the strides or the memory of an argument or of state that is the same object still: CaptureError
   (layouts.py);
@@ -44,6 +46,7 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
     """Within it, `module.forward` writes assigned tensors back at its end, so that a trace has the writes."""
     forward = module.forward
     real = tensors(module)  # a trace has fake tensors for buffers, which do not tell whose memory is shared
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     weights = {storage_id(parameter): path for path, parameter in module.named_parameters()}
     around = ModuleSnapshot()  # torch.export puts copies of lists and dicts in the place of the module's own
     around.add_module(module)
@@ -59,7 +62,9 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
         try:
             result = forward(*args, **kwargs)
             layouts.refuse_changes()
-            old, new = assigned(state, real, weights)
+            traced = dict(module.named_parameters(remove_duplicate=False))
+            twins = {id(parameter): traced.get(path, parameter) for path, parameter in parameters.items()}
+            old, new = assigned(state, real, weights, twins)
             refuse_changes(given, "changes the argument", "return the new values instead")
             return write_back(result, old, new) if old else result
         finally:
@@ -91,9 +96,12 @@ def argument_names(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def assigned(
-    state: ModuleSnapshot, real: dict[Key, Tensor], weights: dict[int | None, str]
+    state: ModuleSnapshot, real: dict[Key, Tensor], weights: dict[int | None, str], twins: dict[int, Tensor]
 ) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
-    """Old and new values of the tensors that were assigned. Raises CaptureError for any other change."""
+    """Old and new values of the tensors that were assigned. Raises CaptureError for any other change.
+
+    twins: what the trace has in the place of each parameter, by its id.
+    """
     old: dict[Key, Tensor] = {}
     new: dict[Key, Tensor] = {}
     tied: dict[Key, str] = {}
@@ -103,6 +111,8 @@ def assigned(
         assert owner is not None
         for name, before, now in container.changes():
             if not isinstance(before, Tensor):
+                if traced_weights(before, now, twins):
+                    continue
                 refuse(f"{container.path}{name}", now)
             refuse_unequal(f"{container.path}{name}", before, now, container.items is owner._buffers)
             refuse_tied(f"{container.path}{name}", (owner, name), real)
@@ -112,6 +122,13 @@ def assigned(
     if tied:
         raise AssignedWeights(tied)
     return old, new
+
+
+def traced_weights(before: Any, now: Any, twins: dict[int, Tensor]) -> bool:
+    """Whether both list the same parameters: those of the module, and those that a trace has in their place."""
+    if not (isinstance(before, (list, tuple)) and type(before) is type(now) and len(before) == len(now)):
+        return False
+    return all(b is n or twins.get(id(b)) is n for b, n in zip(before, now, strict=True))
 
 
 def may_be_written(container: SavedContainer) -> bool:

@@ -2,6 +2,8 @@
 
 torch writes down every frame of the stack for each node, some hundred and fifty of them, and then keeps those of
 `forward`: 4 to 8 % of an export. Here the others are passed over, and torch's own filter sees what is left.
+
+A plain function runs inside of a `forward` of graft's, which would be all that is left of it: its own line stands there.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from types import FrameType
 from typing import Any
 
 from torch.fx import Node, proxy
+
+STANDS_FOR_FUNCTION = "graft.capture.function"  # whose `forward` calls the user's function
+LIBRARIES = frozenset({"torch", "graft", "functools", "contextlib"})
 
 
 @contextmanager
@@ -43,9 +48,15 @@ def forward_frames() -> Iterator[None]:
 def kept_frames(frame: FrameType | None) -> traceback.StackSummary:
     """Those that torch's filter keeps, the outermost first."""
     found, anchors = [], getattr(proxy, "_STACK_TRACE_ANCHORS", ())  # torch 2.11 has none
+    function: FrameType | None = None  # the outermost frame so far that is the user's own code
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
+        module = str(frame.f_globals.get("__name__"))
+        if name == "forward" and module == STANDS_FOR_FUNCTION and function is not None:
+            found.append(traceback.FrameSummary(function.f_code.co_filename, function.f_lineno, name))
+        elif name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
             found.append(traceback.FrameSummary(file, frame.f_lineno, name))
+        elif module.partition(".")[0] not in LIBRARIES:
+            function = frame
         frame = frame.f_back
     return traceback.StackSummary(reversed(found))
