@@ -56,7 +56,7 @@ def state_of(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def trained(compiled: CompiledModule) -> list[Tensor]:
-    """State that may require gradients: the module's, and what its graphs read beside (attributes, items of lists)."""
+    """State that may require gradients: the module's, and what its graphs read beside that (items of lists)."""
     graphs = (variant.graph_module for variant in compiled.variants)
     found = [*state_of(compiled.source).values(), *(t for graph in graphs for t in trainable(graph).values())]
     return list({id(tensor): tensor for tensor in found}.values())

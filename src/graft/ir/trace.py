@@ -216,8 +216,8 @@ def name_constants(gm: GraphModule, module: torch.nn.Module) -> None:
     """Tensors that export took for constants are the module's own, under the names that it has for them.
 
     A cache that is a plain attribute, or an attribute of some object that the module holds (as Hugging Face's
-    StaticCache is), becomes `lifted_tensor_0`, even where the same tensor is registered as a buffer; and it is another
-    tensor over that memory, which does not say whether the module's own requires gradients.
+    StaticCache is), becomes `lifted_tensor_0`, even where the same tensor is registered as a buffer. It is another
+    tensor over that memory, too, which does not say whether the module's own requires gradients.
     """
     held = ModuleSnapshot()
     held.add_module(module)

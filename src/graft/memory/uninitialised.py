@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from graft.ir.branches import is_control_flow
+from graft.ir.edit import attribute
 from graft.ir.effects import alias_sources, is_mutating, mutated_args, storage_root
 from graft.ir.nodes import OpOverload, is_op, leaves, outlives_call, output_node, same_sizes, tensor_val, where
 
@@ -28,7 +32,7 @@ WRITES_ALL = frozenset(
         *("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric"),
         *("cauchy", "log_normal"),
     )
-)
+) | {"aten::_foreach_copy_", "aten::_foreach_zero_"}
 # write parts of it, at positions of which the graph knows nothing
 WRITES_SOME = frozenset(f"aten::{n}_" for n in ("index_put", "index_copy", "index_fill", "scatter", "masked_fill"))
 MOST_ELEMENTS = 1 << 22  # of a mask; larger memory counts as written only where a write is of all of it
@@ -72,16 +76,24 @@ class Allocation:
 
 def uninitialised_notes(gm: GraphModule) -> tuple[str, ...]:
     """A note for each result and each state that may hold memory which was never written."""
+    notes, results = follow(gm)
+    notes += [f"result {index} holds values of {told(source)}" for index, source in results.items()]
+    return tuple(f"uninitialised memory: {note}" for note in dict.fromkeys(notes))
+
+
+def follow(gm: GraphModule) -> tuple[list[str], dict[int, Allocation]]:
+    """What is written into state, and which results hold such memory."""
     made = {node: allocation(node) for node in gm.graph.nodes if name_of(node) in EMPTY}
     memories = {node: memory for node, memory in made.items() if memory is not None}
-    if not memories:
-        return ()
     tainted: dict[Node, Allocation] = {}  # values that were computed from such memory
     notes: list[str] = []
     for node in gm.graph.nodes:
         if node.op != "call_function" or node in made:
             continue
-        source = next(read_from(node, memories, tainted), None)
+        if (grown := resized(node, memories)) is not None:
+            memories[storage_root(node)] = grown
+            continue
+        source = next(read_from(node, memories, tainted), None) or next(made_inside(gm, node), None)
         for into in mutated_args(node):
             root = storage_root(into)
             if root in memories:
@@ -89,15 +101,40 @@ def uninitialised_notes(gm: GraphModule) -> tuple[str, ...]:
             elif source is not None:
                 tainted[root] = source
             if source is not None and outlives_call(root):
-                notes.append(
-                    f"uninitialised memory: {where(node)} writes values of {told(source)} into {root.target}"
-                )
+                notes.append(f"{where(node)} writes values of {told(source)} into {root.target}")
         if source is not None and not is_mutating(node):
             tainted[node] = source
-    for index, leaf in enumerate(leaves(output_node(gm.graph).args)):
-        if isinstance(leaf, Node) and (source := held(leaf, memories, tainted)) is not None:
-            notes.append(f"result {index} holds values of {told(source)}")
-    return tuple(f"uninitialised memory: {note}" for note in dict.fromkeys(notes))
+    found = ((i, held(leaf, memories, tainted)) for i, leaf in enumerate(result_leaves(gm)) if isinstance(leaf, Node))
+    return notes, {index: source for index, source in found if source is not None}
+
+
+def result_leaves(gm: GraphModule) -> list[Any]:
+    return list(leaves(output_node(gm.graph).args))
+
+
+def made_inside(gm: GraphModule, node: Node) -> Iterator[Allocation]:
+    """What a branch or body that the call runs gives back without having written it."""
+    if is_control_flow(node):
+        for argument in node.all_input_nodes:
+            inner = attribute(gm, str(argument.target)) if argument.op == "get_attr" else None
+            if isinstance(inner, GraphModule):
+                yield from follow(inner)[1].values()
+
+
+def resized(node: Node, memories: dict[Node, Allocation]) -> Allocation | None:
+    """The memory that `resize_` leaves, where it has more elements than before; the new ones are nobody's."""
+    if not is_op(node, aten.resize_.default):
+        return None
+    before, after = tensor_val(node.args[0]), tensor_val(node)
+    if before is None or after is None or statically_known_true(after.numel() <= before.numel()):
+        return None
+    memory = allocation(node)
+    root = storage_root(node)
+    if memory is not None and memory.written is not None and isinstance(before.numel(), int):
+        known = memories[root].written if root in memories else torch.ones(before.numel(), dtype=torch.bool)
+        if known is not None:
+            memory.written[: len(known)] = known
+    return memory
 
 
 def told(memory: Allocation) -> str:
@@ -151,7 +188,7 @@ def overwritten_args(node: Node) -> list[Node]:
     """Arguments that the call writes and whose old values it does not read."""
     name = name_of(node)
     if name in WRITES_ALL or (name in WRITES_SOME and not accumulates(node)):
-        return [node.args[0]] if isinstance(node.args[0], Node) else []
+        return [leaf for leaf in leaves(node.args[0]) if isinstance(leaf, Node)]
     if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
         outs = [argument.name for argument in node.target._schema.arguments if argument.is_out]
         return [leaf for name in outs for leaf in leaves(node.kwargs.get(name)) if isinstance(leaf, Node)]

@@ -97,3 +97,42 @@ def test_it_is_named_exactly_where_it_reaches_the_result(steps, through):
     finally:
         torch.use_deterministic_algorithms(False)
     assert bool(found) == unwritten
+
+
+def test_memory_that_a_branch_gives_back():
+    def program(x):
+        return torch.cond(x.sum() > 0, lambda a: torch.empty(3), lambda a: a * 2, (x,)), x + 1
+
+    (note,) = notes(program, torch.ones(3))
+    assert note.startswith("result 0 holds values of %true_graph_0_empty")
+
+    def written(x):
+        return torch.cond(x.sum() > 0, lambda a: torch.empty(3).copy_(a), lambda a: a * 2, (x,))
+
+    assert notes(written, torch.ones(3)) == []
+
+
+def test_memory_that_grows():
+    def program(x):
+        grown, filled, shrunk = x.clone().resize_(5), x.clone().resize_(5), x.clone().resize_(2)
+        filled[3:] = 0
+        return grown, filled, shrunk, grown[:3] * 2
+
+    (note,) = notes(program, torch.ones(3))
+    assert note.startswith("result 0 holds values of %resize_") and "only a part is written" in note
+
+
+def test_lists_that_are_written_at_once():
+    def program(x):
+        one, two = torch.empty(3), torch.empty(3)
+        torch._foreach_copy_([one], [x])
+        torch._foreach_add_([two], [x])
+        return one, two
+
+    (note,) = notes(program, torch.ones(3))
+    assert note.startswith("result 1 holds")
+
+
+def test_each_note_says_what_it_is_about_once():
+    (note,) = (n for n in graft.compile(Keeps(), (torch.ones(3),)).report.notes if n.startswith("uninitialised"))
+    assert note.count("uninitialised memory") == 1

@@ -3,7 +3,8 @@
 torch writes down every frame of the stack for each node, some hundred and fifty of them, and then keeps those of
 `forward`: 4 to 8 % of an export. Here the others are passed over, and torch's own filter sees what is left.
 
-A plain function runs inside of a `forward` of graft's, which would be all that is left of it: its own line stands there.
+A plain function runs inside of a `forward` of graft's, which would be all that is left of it: its own line stands
+there.
 """
 
 from __future__ import annotations
