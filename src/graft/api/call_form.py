@@ -12,6 +12,7 @@ import torch
 from graft.base.errors import UsageError
 from graft.capture.containers import CallContainers
 from graft.capture.dynamic import conform, structure
+from graft.ir.io.literals import decode_literal, encode_literal
 
 NO_CONTAINERS: Mapping[str, Any] = {"args": (), "kwargs": {}}  # of modules that were saved before there were any
 MOST_KINDS = 1024  # combinations of kinds of inputs that are remembered
@@ -36,6 +37,26 @@ def calls_of(calls: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
             f" compiled.warm([(x,)]); it was given {'a call that is ' * listed}a {type(wrong).__name__}"
         )
     return [((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {}) for call in calls]
+
+
+def nesting_data(nesting: Any) -> Any:
+    """As JSON holds it, whose objects have no keys but texts: a dict is a list of pairs."""
+    if nesting is None:
+        return None
+    ((kind, parts),) = nesting.items()
+    if kind == "dict":
+        return {kind: [[encode_literal(key), nesting_data(part)] for key, part in parts.items()]}
+    return {kind: [nesting_data(part) for part in parts]}
+
+
+def nesting_from_data(data: Any) -> Any:
+    if data is None:
+        return None
+    ((kind, parts),) = data.items()
+    if kind == "dict":
+        pairs = parts.items() if isinstance(parts, dict) else parts  # of modules that were saved when keys were texts
+        return {kind: {decode_literal(key): nesting_from_data(part) for key, part in pairs}}
+    return {kind: [nesting_from_data(part) for part in parts]}
 
 
 @dataclass(frozen=True)
@@ -96,6 +117,7 @@ class CallForm:
             given = dict(zip(self.parameters, args, strict=False)) | kwargs
         wanted = (*first, *self.keywords)
         unasked = [n for n in given if n not in wanted and not self.is_default(n, given[n])]
+        given |= {name: self.defaults[name] for name in wanted if name not in given and name in self.defaults}
         missing = [name for name in wanted if name not in given]
         if unasked or missing:
             if not kwargs and not self.keywords:
@@ -111,10 +133,12 @@ class CallForm:
         return name in self.defaults and type(value) is type(self.defaults[name]) and value == self.defaults[name]
 
     def to_data(self) -> dict[str, Any]:
-        return asdict(replace(self, containers=CallContainers())) | {"containers": self.containers.to_data()}
+        plain = asdict(replace(self, containers=CallContainers(), nesting=()))
+        return plain | {"nesting": [nesting_data(n) for n in self.nesting], "containers": self.containers.to_data()}
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> CallForm:
-        lists = {name: tuple(data[name]) for name in ("keywords", "parameters", "nesting")}
+        lists = {name: tuple(data[name]) for name in ("keywords", "parameters")}
+        lists["nesting"] = tuple(map(nesting_from_data, data["nesting"]))
         containers = CallContainers.from_data(data.get("containers", NO_CONTAINERS))
         return CallForm(data["positional"], defaults=data["defaults"], containers=containers, **lists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import sys
 import threading
 from random import uniform
@@ -10,6 +11,7 @@ from random import uniform
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import random_sample as numpy_sample
@@ -100,6 +102,18 @@ def old_object_of_numpy(x):
     return x + LEGACY.rand()
 
 
+def makes_one_of_numpy(x):
+    return x + float(np.random.default_rng().random())
+
+
+def a_secret(x):
+    return x + secrets.randbelow(1000)
+
+
+def reads_the_seed_of_its_own(x):
+    return x + GENERATOR.initial_seed()
+
+
 class Samples(nn.Module):
     def forward(self, x):
         return x + self.number()
@@ -127,6 +141,9 @@ class Samples(nn.Module):
         (object_of_numpy, "samples from a Generator object"),
         (old_object_of_numpy, "samples from a RandomState object"),
         (Samples(), "samples from a Random object"),
+        (makes_one_of_numpy, r"samples from numpy.random.default_rng \(test_generators.py:\d+\)"),
+        (a_secret, r"samples from secrets.randbelow \(test_generators.py:\d+\)"),
+        (reads_the_seed_of_its_own, r"%add \(test_generators.py:\d+\) takes the seed of a generator"),
     ],
 )
 def test_what_a_graph_would_do_once_is_refused(program, problem):
@@ -286,3 +303,34 @@ def test_traces_of_two_threads_refuse_and_leave_nothing_behind():
     assert (random.random, np.random.rand) == real
     assert len(problems) == 2 and all("samples from Python's random (test_generators.py:" in p for p in problems)
     assert 0 <= random.random() < 1
+
+
+def test_samples_that_nothing_reads_advance_the_generator():
+    def program(x):
+        torch.rand(3)
+        torch.empty(3).normal_()
+        F.dropout(x, 0.5, training=True)
+        return x * torch.rand(3), F.dropout(x, 0.0, training=True)
+
+    x = torch.ones(3)
+    compiled = graft.compile(program, (x,))
+    for _ in range(2):
+        torch.manual_seed(3)
+        expected = program(x), torch.rand(2)
+        torch.manual_seed(3)
+        torch.testing.assert_close((compiled(x), torch.rand(2)), expected, rtol=0, atol=0)
+
+
+def test_attention_and_recurrent_layers_without_dropout_do_not_sample():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(4, 4, 2)
+
+        def forward(self, q):
+            y = F.scaled_dot_product_attention(q, q, q)
+            return F.dropout(self.layer(y)[0], 0.5, self.training)
+
+    q = torch.randn(2, 3, 4)
+    assert not graft.compile(Layers().eval(), (q,)).samples
+    assert graft.compile(Layers().train(), (q,)).samples

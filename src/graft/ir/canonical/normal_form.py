@@ -22,6 +22,7 @@ from graft.ir.checks import checked_numbers, drop_proven_checks
 from graft.ir.effects import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root, written_value
 from graft.ir.nodes import (
     OpOverload,
+    arg_values,
     leaves,
     outlives_call,
     output_node,
@@ -33,6 +34,9 @@ from graft.ir.nodes import (
 )
 
 aten = torch.ops.aten
+RATES = frozenset({"dropout_p", "dropout", "p"})  # how arguments are named by which an op drops elements
+MODES = ("train", "training")
+SAMPLES = "advances_generator"  # in the meta of a call that the program makes for that alone
 
 
 def canonicalize(gm: GraphModule) -> None:
@@ -43,7 +47,7 @@ def canonicalize(gm: GraphModule) -> None:
     while sweep(gm.graph):
         pass
     merge_equal(gm.graph)
-    drop_dead(gm)
+    drop_dead(gm, captured=True)
 
 
 def inline_grad_regions(gm: GraphModule) -> None:
@@ -157,7 +161,13 @@ def expression(node: Node, mutated: set[Node]) -> Any:
 
 
 def is_random(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether it samples: the op may, and neither its rate of dropout nor its mode says that it does not."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    values = {argument.name: value for argument, value in arg_values(node)}
+    rates = RATES if node.target._schema.name.endswith("dropout") else RATES - {"p"}
+    still = any(isinstance(rate := values.get(name), (int, float)) and rate == 0 for name in rates)
+    return not still and not any(values.get(name, True) is False for name in MODES)
 
 
 def hashable(value: Any) -> Any:
@@ -168,11 +178,18 @@ def hashable(value: Any) -> Any:
     return (type(value).__name__, repr(value)) if isinstance(value, (bool, int, float)) else value  # -0.0 is not 0.0
 
 
-def drop_dead(gm: GraphModule) -> None:
-    """Erases what nothing reads: pure calls and attributes. Writes, outputs and inputs stay."""
+def drop_dead(gm: GraphModule, *, captured: bool = False) -> None:
+    """Erases what nothing reads: pure calls and attributes. Writes, outputs and inputs stay.
+
+    `captured`: the graph is the program's own, whose unread samples stay as well: they advance a generator.
+    """
     for node in reversed(list(gm.graph.nodes)):
+        if node.users:
+            continue
+        if captured and is_random(node):
+            node.meta[SAMPLES] = True
         dead_call = node.op == "call_function" and not is_mutating(node) and not is_effect(node)
-        if not node.users and (dead_call or node.op == "get_attr" or dead_write(node)):
+        if (dead_call or node.op == "get_attr" or dead_write(node)) and SAMPLES not in node.meta:
             gm.graph.erase_node(node)
 
 

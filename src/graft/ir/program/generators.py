@@ -21,7 +21,9 @@ import torch
 from torch.fx import GraphModule
 
 from graft.base.errors import CaptureError
+from graft.ir.branches import all_nodes
 from graft.ir.edit import attribute
+from graft.ir.nodes import leaves, where
 from graft.ir.program.callers import is_torch, line_of
 from graft.ir.program.host_samples import host_samples_refused, imports_put_right
 from graft.ir.program.own_code import variables
@@ -35,7 +37,7 @@ BETWEEN = frozenset(
         *("torch._compile", "torch._dynamo.eval_frame"),  # around torch.manual_seed once Dynamo is loaded
     }
 )
-MARK = 0x6F5E_1D2C_3B4A  # a seed that no program uses, to see whether it seeds a generator
+MARK = 0x6F5E_1D2C_3B4A  # a seed that no program uses, to see whether it seeds or reads a generator
 ADVICE = "seed before the call"
 
 
@@ -124,9 +126,17 @@ def state_bytes(generator: torch.Generator) -> bytes:
 
 
 def refuse_new_generators(gm: GraphModule, held: list[torch.Generator]) -> None:
-    """Raises for a generator in the graph that nobody holds: the program makes it, seeded anew at every call."""
+    """Raises for a generator in the graph that nobody holds: the program makes it, seeded anew at every call.
+
+    Also for the seed of one that the program reads: a number for ever.
+    """
     known = set(map(pointer, (*held, torch.default_generator, *torch.cuda.default_generators)))
-    for node in gm.graph.nodes:
+    for node in all_nodes(gm.graph):
+        if any(type(leaf) is int and leaf == MARK for leaf in leaves((node.args, node.kwargs))):
+            raise CaptureError(
+                f"{where(node)} takes the seed of a generator, which a graph would hold for ever; pass the number"
+                " as an argument"
+            )
         if node.op == "get_attr":
             value = attribute(gm, str(node.target))
             if isinstance(value, torch.Generator) and pointer(value) not in known:

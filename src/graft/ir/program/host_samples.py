@@ -28,6 +28,8 @@ from graft.ir.program.callers import is_torch, line_of
 from graft.ir.program.own_code import Variable
 
 UNCHANGED = ("getstate", "setstate", "get_state", "set_state")  # Dynamo keeps the state with them
+# what makes a generator that begins anew at every call, or samples without one
+WITHOUT_STATE = {"numpy.random": ("default_rng",), "secrets": ("choice", "randbelow", "randbits")}
 _tracing = threading.local()  # .depth: how many traces this thread is in
 _changes: list[tuple[Any, str, Any]] = []  # (Python module, name, real function) while any thread traces
 _traces = 0
@@ -142,6 +144,10 @@ def host_generators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         for key, value in list(vars(found).items()) if found is not None and generator is not None else ():
             if getattr(value, "__self__", None) is generator and key not in UNCHANGED:
                 yield found, key, refusing(value, name)
+    for module, keys in WITHOUT_STATE.items():
+        found = sys.modules.get(module)
+        for key in keys if found is not None else ():
+            yield found, key, refusing(vars(found)[key], f"{module}.{key}")
 
 
 @functools.cache
