@@ -179,10 +179,18 @@ class OpenFolder:
     def locate(self, name: str) -> Path:
         return self.path / name
 
+    def whole_name(self, name: str) -> str:
+        """Under which name the manifest has a file that is asked for."""
+        return name
+
+    def is_needed(self, name: str) -> bool:
+        """Whether a file of the manifest is one that may be asked for here."""
+        return name in self.manifest["files"]
+
     def start_checks(self) -> None:
         """The largest files last: what is needed first is short."""
         files = self.manifest["files"]
-        for name in sorted(files, key=lambda name: files[name]["bytes"]):
+        for name in sorted(filter(self.is_needed, files), key=lambda name: files[name]["bytes"]):
             size = files[name]["bytes"]
             self.checks[name] = [
                 self.threads.submit(part_hash, self.descriptors[name], start, size) for start in starts(size)
@@ -190,6 +198,7 @@ class OpenFolder:
 
     def take(self, name: str) -> int:
         """The descriptor of a file that is what the manifest says; waits for its check."""
+        name = self.whole_name(name)
         if name not in self.manifest["files"]:
             raise ArtifactError(self.path, f"has no {name}; {AGAIN}")
         if not self.checks:
@@ -205,7 +214,7 @@ class OpenFolder:
         return opened if opened.exists() else self.path / name
 
     def read(self, name: str) -> bytes:
-        descriptor, size = self.take(name), self.manifest["files"][name]["bytes"]
+        descriptor, size = self.take(name), self.manifest["files"][self.whole_name(name)]["bytes"]
         found = bytearray()
         while len(found) < size and (chunk := os.pread(descriptor, size - len(found), len(found))):
             found += chunk

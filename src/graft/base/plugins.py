@@ -10,6 +10,7 @@ An installed plugin that fails is left out, with nothing of it registered, and t
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -175,6 +176,22 @@ def leave_out(plugin: Plugin, error: BrokenPlugin) -> None:
 def home_of(registered: Any) -> str:
     """The module of a transform's class, or of an op's reference."""
     return getattr(registered, "reference", registered).__module__
+
+
+def active_text() -> str:
+    """What there is, by module, version and a hash of its files: for processes that must have the same."""
+    told = [f"{one.module} {one.version}".strip() + f" ({files_hash(one)[:12]})" for one in STATE.active()]
+    return ", ".join(sorted(told)) or "none"
+
+
+def files_hash(plugin: Plugin) -> str:
+    """Of its Python files, those of a whole package, and its listing."""
+    module = Path(sys.modules[plugin.module].__file__ or ".")
+    files = sorted(module.parent.rglob("*.py")) if module.name == "__init__.py" else [module]
+    digest = hashlib.sha256()
+    for file in (*files, *([plugin.file] if plugin.file else [])):
+        digest.update(f"{file.relative_to(module.parent).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def import_name(given: str) -> ModuleType:

@@ -33,7 +33,7 @@ def load_llm(
     use_cache: bool = True,
     recompile: bool = False,
     options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
-    tensor_parallel_size: int = 1,
+    tensor_parallel_size: int | None = None,
     **options: Any,
 ) -> LLM:
     """The model's own settings lie between the defaults and what the user gave. `options` go to LLM, and so do those

@@ -98,10 +98,11 @@ Recompile = Annotated[
     ),
 ]
 TensorParallel = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--tensor-parallel",
-        help="So many processes compute the model together, each with its part of the weights and the cache.",
+        help="So many processes compute the model together, each with its part of the weights and the cache."
+        " [1, or those that an engine was compiled for]",
         metavar="N",
     ),
 ]

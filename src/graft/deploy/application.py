@@ -13,6 +13,7 @@ from graft.deploy.replica import engine_deployment
 from graft.deploy.router import PrefixRouter
 from graft.deploy.spec import AppSpec
 from graft.engine.options import MANY_SEQS
+from graft.engine.start import ranks_asked
 
 HEALTH = {"health_check_period_s": 2.0, "health_check_timeout_s": 30.0}
 GATEWAY_REQUESTS = 10_000  # that one gateway has open: it only hands on, and replicas bound what is computed
@@ -52,4 +53,4 @@ def gpus(spec: AppSpec) -> float:
         return spec.gpus
     asked = spec.serve.load.device
     wanted = asked.startswith("cuda") or (asked == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-    return spec.serve.load.tensor_parallel if wanted else 0
+    return ranks_asked(spec.serve.load.model, spec.serve.load.tensor_parallel) if wanted else 0

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from graft.base.errors import RanksDiffer, UsageError
+from graft.base.errors import RankFailed, RanksDiffer, UsageError
 from graft.ops import ranks
 
 STUCK = timedelta(minutes=10)  # one exchange takes milliseconds; a first step may compile for minutes
 IDLE = timedelta(days=365)  # a rank without work waits for the next message
 MESSAGE_TAG = "graft-messages"
 NO_INTERFACE = ("Unable to find address", "Unable to find interface", "no socket interface found")  # gloo, NCCL
+
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Timed out waiting")
 
 
 @dataclass
@@ -60,14 +62,19 @@ class TorchGroup:
 
     def agree(self, what: str, own: str) -> None:
         """Refuses ranks of which one has something else here than rank 0."""
-        said: list[Any] = [None] * self.world
-        distributed.all_gather_object(said, own, group=self.messages)
+        said = self.said(own)
         other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
         if other is not None:
             raise RanksDiffer(
                 f"rank {other} has another {what} than rank 0 ({said[other]}, not {said[0]}); start all ranks with the"
                 " same versions, options and checkpoint"
             )
+
+    def said(self, own: str) -> list[str]:
+        """What each rank has to say, on all of them."""
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, own, group=self.messages)
+        return found
 
     def least(self, number: int) -> int:
         """The smallest that a rank has."""
@@ -114,6 +121,16 @@ def reset_group_names() -> None:
     group that did begin sets the count back."""
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
     distributed.destroy_process_group()
+
+
+def failed_rank(error: Exception) -> RankFailed:
+    """Of an error in the middle of something that all ranks do together, where no process is watched: the connection
+    to another broke, or it is this rank's own."""
+    told = f"{type(error).__name__}: {error}"
+    if isinstance(error, distributed.DistError) or any(word in told for word in LOST):
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return RankFailed(None, f"the connection to it is lost ({first[-120:]}); what it has printed says why")
+    return RankFailed(distributed.get_rank() if distributed.is_initialized() else None, told)
 
 
 def available(backend: str) -> bool:

@@ -16,7 +16,15 @@ from torch import Tensor
 from graft.dist.group import TorchGroup
 
 SHORT = 4096  # ints of the first broadcast: a decode step of 256 sequences has about 2,000
-STEP, COPY, STOP = 1, 2, 3
+STEP, COPY, STOP, SAVE = 1, 2, 3, 4
+
+
+def as_ints(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+
+def as_text(ints: Tensor) -> str:
+    return bytes(ints.tolist()).decode()
 
 
 @dataclass

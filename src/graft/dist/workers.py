@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.errors import RankFailed
+from graft.base.files import disk_errors
 
 LEAVING = 5.0  # seconds that a worker has to end
 TOLD = 20.0  # seconds between a broken connection and the end of the process that broke it
@@ -44,7 +45,8 @@ class Workers:
     @staticmethod
     def start(world: int, port: int, task: Any, environment: Mapping[str, str]) -> Workers:
         """Starts ranks 1 … world - 1. task: what each is told, beside its rank; it must pickle."""
-        folder = Path(tempfile.mkdtemp(prefix="graft-ranks-"))
+        with disk_errors(Path(tempfile.gettempdir())):
+            folder = Path(tempfile.mkdtemp(prefix="graft-ranks-"))
         workers = Workers({}, folder)
         try:
             for rank in range(1, world):

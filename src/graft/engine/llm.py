@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from graft.engine.kv.subscription import EventSubscription
 from graft.engine.options import EngineOptions
 from graft.engine.ranks.leader import LeaderGraph
 from graft.engine.setup.parts import EngineParts
-from graft.engine.start import refuse_on_ranks, start_engine
+from graft.engine.start import refuse_loaded, start_engine
 from graft.models.loaded import LoadedModel
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class LLM(Frontend):
     may serve; nothing is captured or compiled then (engine/artifact/kept.py). recompile: a compiled engine that is
     for another graft, torch or machine is made anew in its folder, by the command that made it; otherwise it is
     refused. tensor_parallel_size: so many processes compute the model together, each with its part of the weights and
-    of the cache (docs/scale.md); this one is rank 0, and ends the others.
+    of the cache (docs/scale.md); this one is rank 0, and ends the others. None: one, or as many as an engine was
+    compiled for.
     """
 
     def __init__(
@@ -59,13 +61,13 @@ class LLM(Frontend):
         trust_remote_code: bool = False,
         use_cache: bool = True,
         recompile: bool = False,
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         **options: Any,
     ) -> None:
         sizes = engine_options(options)
         if isinstance(model, LoadedModel):
-            if tensor_parallel_size != 1:
-                refuse_on_ranks(tensor_parallel_size, "a model that is loaded already")
+            if tensor_parallel_size not in (None, 1):
+                refuse_loaded(tensor_parallel_size)
             from graft.engine.setup.assemble import assemble
             from graft.engine.setup.stages import settings_for
 
@@ -115,18 +117,18 @@ class LLM(Frontend):
     ) -> None:
         """Writes a folder that starts without compiling anything: `graft.LLM(path)`, `graft run -m path`.
 
-        It starts on the same kind of machine with the same graft and torch. made_by: the
+        It starts on the same kind of machine with the same graft and torch, on as many ranks as this. made_by: the
         command that would make it anew, for those who find that it does not. with_weights: without it, weights that
         lie in the model's own folder as kernels read them stay there, if they are most of them.
         """
         from graft.engine.artifact.save import save_engine
 
-        if isinstance(self.engine.graph, LeaderGraph):
-            raise UsageError("an engine on several ranks cannot be saved: each rank has its part; save it with one")
-        save_engine(
-            self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), with_weights=with_weights,
-            progress=progress,
-        )  # fmt: skip
+        on_ranks = isinstance(self.engine.graph, LeaderGraph)
+        with self.driver.held() if on_ranks else nullcontext():  # other ranks write between two steps
+            save_engine(
+                self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), with_weights=with_weights,
+                progress=progress,
+            )  # fmt: skip
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""

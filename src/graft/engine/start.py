@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,25 +10,27 @@ from typing import Any, NoReturn
 
 from graft.base.caches import note_use
 from graft.base.errors import ArtifactError, OtherTarget, UsageError
-from graft.base.manifest import OpenFolder
+from graft.dist.launcher import launched
 from graft.dist.sizes import check_size
-from graft.engine.artifact.format import ENGINE, is_engine
+from graft.engine.artifact.format import EngineFolder, is_engine, ranks_of
 from graft.engine.artifact.kept import KeptEngine, drop, files_changed, keep_engine, kept_engine
 from graft.engine.artifact.request import SIZES, EngineRequest, Starter
 from graft.engine.fresh import build, check_settings
+from graft.engine.ranks.leader import LeaderGraph
 from graft.engine.setup.parts import EngineParts
 
 
 def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
-    check_size(request.tensor_parallel_size)
-    if request.tensor_parallel_size > 1:
-        return on_ranks(request, starter)
+    if request.tensor_parallel_size is not None:
+        check_size(request.tensor_parallel_size)
     if is_engine(request.model):
         if request.sizes.runner == "pooling":
             raise UsageError(f'{request.model} is a compiled engine, which generates; runner="pooling" takes a model')
         return from_folder(Path(request.model), request, starter)
     if request.recompile:
         raise UsageError(f"recompile (--recompile) is for compiled engines, and {request.model} is none")
+    if (request.tensor_parallel_size or 1) > 1:
+        return on_ranks(request, starter)
     kept = kept_engine(request)
     damaged = ""
     if kept.is_there:
@@ -47,23 +50,35 @@ def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
 def on_ranks(request: EngineRequest, starter: Starter) -> EngineParts:
     """The engine of rank 0, with the others in processes of their own."""
     world = request.tensor_parallel_size
-    if is_engine(request.model):
-        refuse_on_ranks(world, "a compiled engine")
     if request.keep_weights:
         raise UsageError(f"tensor_parallel_size={world}: every rank keeps its part of the weights, not all of them")
-    if request.plugins:
-        raise UsageError("--tensor-parallel: --plugin is not handed to the other ranks; install the plugin's package")
     from graft.engine.launch.start import start_ranks
 
     check_settings(request)
     return start_ranks(replace(request, use_cache=False), starter)
 
 
-def refuse_on_ranks(world: int, what: str) -> NoReturn:
-    raise UsageError(f"tensor_parallel_size={world}: every rank loads its part, of a name or folder, not {what}")
+def refuse_loaded(world: int) -> NoReturn:
+    raise UsageError(
+        f"tensor_parallel_size={world}: every rank loads its part, of a name or folder, not a model that is loaded"
+        " already"
+    )
+
+
+def ranks_asked(model: str | Path, asked: int | None) -> int:
+    """How many ranks will compute a model: those that it was compiled for, or as many as are asked for."""
+    return ranks_of(Path(model)) if is_engine(model) else asked or 1
 
 
 def from_folder(path: Path, request: EngineRequest, starter: Starter) -> EngineParts:
+    world, asked = ranks_of(path), request.tensor_parallel_size
+    if asked not in (None, world):
+        ranks = f"{world} ranks" if world > 1 else "one rank"
+        raise UsageError(
+            f"{path} was compiled for {ranks}, not for {asked}; leave tensor_parallel_size (--tensor-parallel) out,"
+            f" or compile the model again: graft compile MODEL -o DIR --tensor-parallel {asked}"
+        )
+    request = replace(request, tensor_parallel_size=world)
     try:
         return stored(path, request, request.against_folder(), starter)
     except OtherTarget as error:
@@ -83,20 +98,27 @@ def recompiled(path: Path, request: EngineRequest, starter: Starter, differences
         again = EngineRequest.of_command(made_by)
     except ValueError as error:
         raise ArtifactError(path, f"cannot be recompiled: it was made by {' '.join(made_by)} ({error})") from error
+    if launched() is not None and again.tensor_parallel_size:
+        raise UsageError(
+            f"--recompile is for ranks that graft starts; compile {path} before: graft {shlex.join(made_by)}"
+        )
     note = f"recompiled {path}: {differences}; as by graft {' '.join(made_by)}"
     if starter.tell:
         starter.tell((note,))
     own = {name: getattr(again.sizes, name) for name in SIZES}
-    built = build(replace(again, sizes=replace(request.sizes, **own), use_cache=False), starter)
+    start = on_ranks if again.tensor_parallel_size else build
+    built = start(replace(again, sizes=replace(request.sizes, **own), use_cache=False), starter)
     save_engine(
         built, path, overwrite=True, made_by=made_by, with_weights=again.with_weights, progress=starter.progress
     )
+    if isinstance(built.engine.graph, LeaderGraph):
+        built.engine.graph.close()
     del built
     return noted(stored(path, request, request.against_folder(), starter), note)
 
 
 def made_by_of(path: Path) -> tuple[str, ...]:
-    opened = OpenFolder(path, ENGINE)
+    opened = EngineFolder(path)
     opened.close()
     return tuple(opened.manifest["made_by"])
 
@@ -112,8 +134,13 @@ def from_cache(kept: KeptEngine, request: EngineRequest, starter: Starter) -> En
 def stored(
     path: Path, request: EngineRequest, asked: Mapping[str, Any], starter: Starter, said: str = ""
 ) -> EngineParts:
-    from graft.engine.artifact.load import load_engine
+    from graft.engine.artifact.load import check_stored, load_engine
 
+    if (request.tensor_parallel_size or 1) > 1:
+        from graft.engine.launch.start import start_ranks
+
+        device = check_stored(path, request.sizes, asked)  # told before a process is started
+        return start_ranks(replace(request, use_cache=False, device=device), starter)
     return load_engine(path, request.sizes, asked, starter, said)
 
 

@@ -35,7 +35,7 @@ class ModelOptions:
     trust_remote_code: bool = False
     use_cache: bool = True
     recompile: bool = False
-    tensor_parallel: int = 1
+    tensor_parallel: int | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 

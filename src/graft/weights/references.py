@@ -29,41 +29,39 @@ from graft.weights.mapped import (
     stream_pieces,
     view,
 )
+from graft.weights.part_references import CheckpointBlock, Piece, part_pieces
 
 
 @dataclass(frozen=True)
 class Referred:
-    """pieces: file, start and bytes, in the order in which they make the tensor."""
+    """pieces: in the order in which they make the tensor."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, int, int], ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def size(self) -> int:
-        return sum(size for _, _, size in self.pieces)
+        return sum(piece.bytes for piece in self.pieces)
 
     def to_data(self) -> list[Any]:
-        return [self.dtype, list(self.shape), [list(piece) for piece in self.pieces]]
+        return [self.dtype, list(self.shape), [piece.to_data() for piece in self.pieces]]
 
 
-@dataclass(frozen=True)
-class CheckpointBlock:
-    """A tensor of a checkpoint: its bytes, and where they lie."""
-
-    file: str
-    place: Located
-    data: Tensor
-
-
-def find_references(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Referred]:
-    """Of the weights that a checkpoint holds. A file that cannot be read as safetensors holds none."""
+def find_references(folder: Path, weights: Mapping[str, Tensor], ranks: int = 1) -> dict[str, Referred]:
+    """Of the weights that a checkpoint holds; of one of several ranks also parts of what it holds. A file that cannot
+    be read as safetensors holds none."""
     known: dict[tuple[Any, ...], list[CheckpointBlock]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for block in blocks(file):
             if block.place.size:
                 known.setdefault(block_key(block.data, block.place.dtype, block.place.shape), []).append(block)
-    found = {name: tuple(pieces_of(tensor, known)) for name, tensor in weights.items() if known}
+    every = [block for some in known.values() for block in some] if ranks > 1 else []
+    found = {
+        name: tuple(pieces_of(tensor, known) or part_pieces(tensor, every, ranks))
+        for name, tensor in weights.items()
+        if known
+    }
     return {
         name: Referred(NAMES[weights[name].dtype], tuple(weights[name].shape), pieces)
         for name, pieces in found.items()
@@ -89,7 +87,7 @@ def block_key(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple
     return dtype, shape[1:], bytes(data[:row].numpy())
 
 
-def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlock]]) -> list[tuple[str, int, int]]:
+def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlock]]) -> list[Piece]:
     """Blocks that make up all of the tensor; none where one is lacking."""
     if not tensor.numel() or tensor.dtype not in NAMES or not tensor.is_contiguous():
         return []
@@ -101,7 +99,7 @@ def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlo
         block = next((one for one in known.get(key, ()) if torch.equal(rest[: one.data.numel()], one.data)), None)
         if block is None:
             return []
-        found.append((block.file, block.place.start, block.place.size))
+        found.append(Piece(block.file, block.place.start, block.place.size))
         at += block.place.size
     return found
 
@@ -110,15 +108,27 @@ def read_references(
     data: Mapping[str, Any], folder: Path, descriptors: Mapping[str, int], device: torch.device
 ) -> dict[str, Tensor]:
     """On a CPU a tensor of one aligned piece stays a page of its file; all others are read."""
-    mapped: dict[str, Tensor] = {}
+    made: dict[str, Tensor] = {}
     streamed: dict[str, PlacedTensor] = {}
-    files = {name: map_bytes(descriptor) for name, descriptor in descriptors.items()} if device.type == "cpu" else {}
-    for name, (dtype, shape, pieces) in data.items():
-        file, start, size = pieces[0]
-        kind = DTYPES[dtype]
-        if files and len(pieces) == 1 and start % ALIGN == 0:
-            mapped[name] = view(files[file][start : start + size], Located(kind, tuple(shape), start, size))
+    files = {name: map_bytes(descriptor) for name, descriptor in descriptors.items()}
+    for name, (dtype, shape, listed) in data.items():
+        kind, pieces = DTYPES[dtype], [Piece(*one) for one in listed]
+        first = pieces[0]
+        if any(piece.count > 1 for piece in pieces):
+            runs = torch.cat([in_file(folder, files, piece).reshape(-1) for piece in pieces])
+            made[name] = runs.view(kind).view(tuple(shape)).to(device)
+        elif device.type == "cpu" and len(pieces) == 1 and first.start % ALIGN == 0:
+            place = Located(kind, tuple(shape), first.start, first.size)
+            made[name] = view(files[first.file][first.start : first.start + first.size], place)
         else:
-            parts = tuple(FilePiece(folder / one, descriptors[one], begin, count) for one, begin, count in pieces)
+            parts = tuple(FilePiece(folder / one.file, descriptors[one.file], one.start, one.size) for one in pieces)
             streamed[name] = PlacedTensor(kind, tuple(shape), parts)
-    return mapped | stream_pieces(streamed, device)
+    return made | stream_pieces(streamed, device)
+
+
+def in_file(folder: Path, files: Mapping[str, Tensor], piece: Piece) -> Tensor:
+    """[count, size] of bytes."""
+    data = files[piece.file]
+    if piece.start + (piece.count - 1) * piece.step + piece.size > data.numel():
+        raise ArtifactError(folder / piece.file, "is shorter than what is to be read of it; compile the model again")
+    return data.as_strided((piece.count, piece.size), (piece.step, 1), piece.start)

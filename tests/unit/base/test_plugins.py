@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from graft.base.errors import BrokenPlugin, GraftError
-from graft.base.plugins import STATE, load_named
+from graft.base.plugins import STATE, active_text, load_named
 from graft.cli.app import app
 from graft.ir.trace import export_graph
 from graft.models.registry import families
@@ -210,3 +210,24 @@ def test_an_authors_exception_names_his_line_and_the_rest_is_asked_for(plugins, 
     assert f"IndexError: list index out of range ({plugins / name / '__init__.py'}:10, in apply)" in told.stderr
     whole = CliRunner().invoke(app, ["explain", "tiny-llama", name, "--traceback"])
     assert "Traceback (most recent call last)" in whole.stderr and "run_one" in whole.stderr
+
+
+def test_processes_compare_plugins_by_the_content_of_their_files(plugins):
+    """Any file of a package, its listing included; a file by itself, not what lies beside it."""
+    assert active_text() == "none"
+    name = install(plugins, REGISTER)
+    load_all()
+    before = active_text()
+    assert re.fullmatch(rf"{name} 1\.2 \([0-9a-f]{{12}}\)", before)
+    (plugins / name / "helpers.py").write_text("A = 1\n")
+    helped = active_text()
+    (plugins / name / "graft.yaml").write_text(LIST.format(name=name) + "# another\n")
+    assert len({before, helped, active_text()}) == 3
+    file = plugins / "plugin_alone.py"
+    file.write_text("")
+    load_named(str(file))
+    alone = active_text()
+    (plugins / "beside.py").write_text("A = 1\n")
+    assert active_text() == alone and alone.startswith("plugin_alone (")
+    file.write_text("A = 2\n")
+    assert active_text() != alone

@@ -23,7 +23,7 @@ from graft.base.kernel_cache import Recorder, seed
 from graft.base.manifest import OpenFolder, checksum, write_manifest
 from graft.cli.app import app
 from graft.engine.artifact import load as loading
-from graft.engine.artifact import save as saving
+from graft.engine.artifact import part as writing
 from graft.engine.artifact.format import ENGINE, is_engine
 from graft.engine.artifact.tokenizer import StoredTokenizer
 from graft.ir.io.serial import graph_to_json
@@ -167,8 +167,8 @@ def test_another_graph_gives_another_folder(folder, tmp_path):
 def test_prompts_that_are_run_for_their_kernels_leave_the_engine_as_it_is(llm):
     """What a GPU's engine does before its kernels are stored."""
     steps = llm.engine.scheduler.clock
-    saving.run_prompts(llm.parts)
-    assert llm.engine.scheduler.clock >= steps + 2 * len(saving.PROMPTS) - 4 and llm.engine.idle
+    writing.run_prompts(llm.parts)
+    assert llm.engine.scheduler.clock >= steps + 2 * len(writing.PROMPTS) - 4 and llm.engine.idle
     assert answers(graft.LLM(llm.model, backend="native", **SMALL)) == answers(llm)
 
 
@@ -179,7 +179,7 @@ def test_kernels_and_measurements_come_before_those_that_are_here(folder, tmp_pa
     (tmp_path / "engine" / "kernels" / "KEY" / "k.cubin").write_bytes(b"code")
     entry = {"device": "NVIDIA H200", "tokens": {"1": {"kind": "matvec", "rows": 2, "warps": 8, "us": 1.0}}}
     (tmp_path / "tuned.json").write_text(json.dumps({"plain 77x64": entry}))
-    saving.write_tuned(tmp_path / "tuned.json", tmp_path / "engine" / "tuned.json")
+    writing.write_tuned(tmp_path / "tuned.json", tmp_path / "engine" / "tuned.json")
     about = json.loads((folder / "manifest.json").read_text())
     write_manifest(tmp_path / "engine", {**about, "launcher_platform": "x86_64,Linux,64bit,ELF"}, ENGINE)
     platforms: list[str] = []
@@ -382,7 +382,7 @@ def test_a_full_disk_leaves_nothing(llm, tmp_path, monkeypatch):
 
     llm.save(tmp_path / "engine")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "engine").iterdir()}
-    monkeypatch.setattr(saving, "write_mapped", full)
+    monkeypatch.setattr(writing, "write_mapped", full)
     for name in ("engine", "new"):
         with pytest.raises(DiskFull, match="nothing was left behind"):
             llm.save(tmp_path / name, overwrite=True)

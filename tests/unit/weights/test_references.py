@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def checkpoint(tmp_path):
 
 def read_back(checkpoint, found, device="cpu"):
     data = json.loads(json.dumps({name: one.to_data() for name, one in found.items()}))
-    names = {file for _, _, pieces in data.values() for file, _, _ in pieces}
+    names = {file for _, _, pieces in data.values() for file, *_ in pieces}
     descriptors = {name: os.open(checkpoint / name, os.O_RDONLY) for name in names}
     try:
         return read_references(data, checkpoint, descriptors, torch.device(device))
@@ -68,6 +69,46 @@ def test_what_is_not_there_byte_for_byte_is_packed(checkpoint, tensor):
 
 def test_a_folder_without_safetensors_holds_none(tmp_path):
     assert find_references(tmp_path, {"w": Q}) == {}
+
+
+# ── parts of ranks ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_parts_of_ranks_are_found_and_read(checkpoint):
+    """Rows, rows of several tensors, columns of each row, and experts that were joined."""
+    parts = {
+        "rows": Q[4:], "merged": torch.cat([Q[:4], K[:2], V[1:3]]), "columns": Q[:, 4:].clone(), "whole": K,
+        "stacked": torch.stack([Q[2:4], K[:2]]), "columns of two": torch.cat([Q[:, :4], K[:, :4]]),
+    }  # fmt: skip
+    found = find_references(checkpoint, parts, ranks=2)
+    assert {name: len(one.pieces) for name, one in found.items()} == {
+        "rows": 1, "merged": 3, "columns": 1, "whole": 1, "stacked": 2, "columns of two": 2,
+    }  # fmt: skip
+    read = read_back(checkpoint, found)
+    assert all(torch.equal(read[name], tensor) for name, tensor in parts.items())
+    assert not find_references(checkpoint, parts).keys() - {"whole"}, "one rank takes whole tensors"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.cat([Q[:4], K[:2] + 1e-6]),
+        Q[:, 2:6].clone(),
+        torch.cat([Q[:, 4:], torch.zeros(1, 4)]),
+        Q[:, 4:],
+        torch.zeros(4, 8),
+    ],
+    ids=["changed", "other columns", "one row more", "strides", "absent"],
+)
+def test_parts_that_are_not_there_byte_for_byte_are_packed(checkpoint, tensor):
+    assert find_references(checkpoint, {"w": tensor}, ranks=2) == {}
+
+
+def test_a_part_beyond_the_file_is_refused(checkpoint):
+    found = find_references(checkpoint, {"w": Q[:, 4:].clone()}, ranks=2)
+    beyond = replace(found["w"], pieces=(replace(found["w"].pieces[0], count=10**6),))
+    with pytest.raises(ArtifactError, match="is shorter than what is to be read"):
+        read_back(checkpoint, {"w": beyond})
 
 
 # ── engines ─────────────────────────────────────────────────────────────────────────────────────────────────────

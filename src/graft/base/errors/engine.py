@@ -56,8 +56,10 @@ class NoRanks(GraftError):
 class RankFailed(GraftError):
     """A rank of a model on several is gone, or they are out of step; the engine ends with all of them."""
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} failed: {why}. All ranks of this engine are stopped; load the LLM again")
+    def __init__(self, rank: int | None, why: str) -> None:
+        """rank: None where only the connection to it says so."""
+        which = "another rank" if rank is None else f"rank {rank}"
+        super().__init__(f"{which} failed: {why}. All ranks of this engine are stopped; load the LLM again")
         self.rank, self.why = rank, why
 
 

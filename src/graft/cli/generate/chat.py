@@ -32,6 +32,7 @@ from graft.cli.options import (
     Sets,
     Stop,
     Temperature,
+    TensorParallel,
     TopK,
     TopP,
     TrustRemoteCode,
@@ -68,6 +69,7 @@ def chat(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
+    tensor_parallel: TensorParallel = None,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
     recompile: Recompile = False,
@@ -85,6 +87,7 @@ def chat(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, quantize=quantize, backend=backend,
             kv_cache_memory=kv_cache_memory, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
             trust_remote_code=trust_remote_code, use_cache=use_cache, recompile=recompile,
+            tensor_parallel_size=tensor_parallel,
         )  # fmt: skip
     start: Messages = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*start, {"role": "user", "content": "hi"}])  # a model that cannot chat says so now

@@ -22,6 +22,7 @@ from graft.cli.options import (
     Plugins,
     Quantize,
     Sets,
+    TensorParallel,
     TrustRemoteCode,
 )
 
@@ -43,6 +44,7 @@ def compile(
     quantize: Quantize = None,
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
+    tensor_parallel: TensorParallel = None,
     trust_remote_code: TrustRemoteCode = False,
     with_weights: WithWeights = False,
     as_json: Json = False,
@@ -67,12 +69,12 @@ def compile(
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             quantize=quantize, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-            trust_remote_code=trust_remote_code, use_cache=False,
+            trust_remote_code=trust_remote_code, use_cache=False, tensor_parallel_size=tensor_parallel,
         )  # fmt: skip
         asked = EngineRequest(
             model, EngineOptions(kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len), dtype, device, config,
             backend, quantize=quantize, trust_remote_code=trust_remote_code, sets=tuple(sets or ()),
-            plugins=tuple(plugins or ()), with_weights=with_weights,
+            plugins=tuple(plugins or ()), with_weights=with_weights, tensor_parallel_size=tensor_parallel,
         )  # fmt: skip
         llm.save(output, overwrite=overwrite, made_by=asked.command(), with_weights=with_weights, progress=progress)
     show(output, llm, as_json)

@@ -89,7 +89,7 @@ def run(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
     recompile: Recompile = False,

@@ -129,7 +129,7 @@ def serve(
     kv_cache_memory: CacheMemory = None,
     kv_offloading_size: OffloadingSize = None,
     kv_cache_dtype: CacheDtype = "auto",
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
     replicas: Replicas = 1,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,

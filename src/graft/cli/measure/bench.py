@@ -118,7 +118,7 @@ def bench(
     kv_offloading_size: OffloadingSize = None,
     kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
-    tensor_parallel: TensorParallel = 1,
+    tensor_parallel: TensorParallel = None,
     nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
@@ -132,6 +132,8 @@ def bench(
         return bench_start(ctx, model, dtype, device, quantize, repeats, as_json)
     if families:
         return bench_families(ctx, as_json)
+    from graft.engine.start import ranks_asked
+
     target = checked_place(device, dtype)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
@@ -144,7 +146,7 @@ def bench(
         }  # fmt: skip
         return under_load(model, read_loads(throughput, preset, requests, rate), preset, plot, as_json, **given)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
-    plan = of_ranks(ctx, plan, peers, tensor_parallel)
+    plan = of_ranks(ctx, plan, peers, ranks_asked(model, tensor_parallel))
     check(model, plan, backend, plot, kernels)
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
 

@@ -18,6 +18,7 @@ from graft.backends.lowered import Lowered
 from graft.base.errors import ArtifactError, DumpError, UsageError
 from graft.base.kernel_cache import adopt_platform, record, seed
 from graft.base.manifest import OpenCheckpoint, OpenFolder
+from graft.dist.workers import Workers
 from graft.engine.artifact.format import (
     CONFIG,
     ENGINE,
@@ -29,6 +30,7 @@ from graft.engine.artifact.format import (
     STEP,
     TUNED,
     WEIGHTS,
+    EngineFolder,
 )
 from graft.engine.artifact.model import StoredConfig, StoredModule
 from graft.engine.artifact.request import SILENT, Starter
@@ -36,6 +38,8 @@ from graft.engine.artifact.target import again, check_target
 from graft.engine.artifact.tokenizer import read_tokenizer
 from graft.engine.kv.tensors import LayerShape
 from graft.engine.options import EngineOptions
+from graft.engine.ranks.leader import lead
+from graft.engine.ranks.task import RankPlace
 from graft.engine.setup.build import build_engine
 from graft.engine.setup.parts import CacheLayout, EngineParts
 from graft.engine.setup.self_check import self_check
@@ -55,20 +59,29 @@ if TYPE_CHECKING:
 
 
 def load_engine(
-    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], starter: Starter = SILENT, said: str = ""
+    path: Path,
+    sizes: EngineOptions,
+    asked: Mapping[str, Any],
+    starter: Starter = SILENT,
+    said: str = "",
+    place: RankPlace | None = None,
+    workers: Workers | None = None,
 ) -> EngineParts:
     """asked: what LLM was asked for; what contradicts the folder is refused, since nothing is compiled anew. said:
-    where it is from, for the report, if it is one of graft's cache."""
+    where it is from, for the report, if it is one of graft's cache. place, workers: see assemble; of an engine that
+    was compiled for several ranks."""
     progress = starter.progress
     tell = progress or (lambda *_: None)
     tell("opening the compiled engine", 0, 1)
-    folder = OpenFolder(path, ENGINE)
+    folder = EngineFolder(path, None if place is None else place.rank)
     try:
         folder.start_checks()
         manifest = folder.manifest
+        if place is not None:
+            place.group.agree("compiled engine", manifest["sha256"])
         device = check_request(path, manifest, sizes, asked)
         check_target(path, manifest, device)
-        model = stored_model(folder, sizes)
+        model = stored_model(folder, sizes, with_tokenizer=place is None or place.rank == 0)
         sizes = starter.sizes(sizes, model)
         carried = seed_kernels(folder) if device.type == "cuda" else None
         tell("mapping the weights", 0, 1)
@@ -82,9 +95,10 @@ def load_engine(
     engine, size = build_engine(
         lowered.call, model, cache.layers, cache.block_size, sizes, device, content=cache.content,
         states=cache.states,
-        backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]),
+        backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]), place=place,
     )  # fmt: skip
-    quantized, checks = manifest["quantized_weights"], sizes.self_check
+    lead(engine, place, workers)
+    quantized, checks = manifest["quantized_weights"], sizes.self_check and (place is None or place.rank == 0)
     checked = self_check(engine, model, cache.tensors(), cache.state_names, quantized=quantized, wanted=checks)
     notes = (f"{said or f'compiled engine: {path}'}, {made_here(carried)}", *lowered.notes, checked)
     return EngineParts(
@@ -92,6 +106,16 @@ def load_engine(
         partial(read_report, texts[1], notes), saving(manifest["quantized"]), manifest["quantized_weights"],
         manifest["kernels"], kept_at=path if said else None,
     )  # fmt: skip
+
+
+def check_stored(path: Path, sizes: EngineOptions, asked: Mapping[str, Any]) -> str:
+    """What would be refused, before anything is started for it; gives the device that was asked for, or is the
+    engine's."""
+    folder = EngineFolder(path)
+    folder.close()
+    device = check_request(path, folder.manifest, sizes, asked)
+    check_target(path, folder.manifest, device)
+    return device.type if asked["device"] == "auto" else asked["device"]
 
 
 def seed_kernels(folder: OpenFolder) -> int:
@@ -141,14 +165,14 @@ def check_request(
     return here
 
 
-def stored_model(folder: OpenFolder, sizes: EngineOptions) -> LoadedModel:
+def stored_model(folder: OpenFolder, sizes: EngineOptions, *, with_tokenizer: bool) -> LoadedModel:
     from graft.models.registry import families
 
     about = folder.manifest["model"]
     config = StoredConfig(json.loads(folder.text(CONFIG)))
     module: Any = StoredModule(config, getattr(torch, about["dtype"]))
     family = families().get(about["family"])
-    tokenizer = read_tokenizer(folder, folder.manifest["fast_tokenizer"])
+    tokenizer = read_tokenizer(folder, folder.manifest["fast_tokenizer"]) if with_tokenizer else None
     return LoadedModel(
         about["name"], module, tokenizer, family, sizes.context(about["context"]), notes=tuple(about["notes"])
     )
@@ -156,7 +180,8 @@ def stored_model(folder: OpenFolder, sizes: EngineOptions) -> LoadedModel:
 
 def read_weights(folder: OpenFolder, device: torch.device) -> dict[str, Tensor]:
     """On a CPU pages of the file, which are shared and read when they are needed."""
-    file, descriptor = folder.path / WEIGHTS, folder.descriptors[WEIGHTS]
+    name = folder.whole_name(WEIGHTS)
+    file, descriptor = folder.path / name, folder.descriptors[name]
     found = map_tensors(file, descriptor) if device.type == "cpu" else stream_tensors(file, descriptor, device)
     if folder.manifest["checkpoint"] is not None:
         found |= referred_weights(folder, device)

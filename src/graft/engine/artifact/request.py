@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 WORDS = ("dtype", "device", "backend", "config", "quantize")  # of `graft compile`, as here
 FLAGS = ("trust_remote_code", "with_weights")
+RANKS = "tensor-parallel"
 SIZES = ("kv_cache_dtype", "max_model_len")  # and of EngineOptions
 
 
@@ -25,7 +26,8 @@ class EngineRequest:
     """model: a name, folder or file. sizes: of these, the context and the cache's dtype are part of the graph.
     use_cache: an engine that an earlier start kept may serve, and this one is kept. recompile: a compiled engine that
     is for another place is made anew where it lies. with_weights: of what is compiled, see save_engine.
-    tensor_parallel_size: ranks that each have a part of it; every one of them gets this request."""
+    tensor_parallel_size: ranks that each have a part of it; every one of them gets this request. None: one, or those
+    that an engine was compiled for."""
 
     model: str | Path
     sizes: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
@@ -42,7 +44,7 @@ class EngineRequest:
     use_cache: bool = True
     recompile: bool = False
     with_weights: bool = False
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int | None = None
 
     def command(self) -> tuple[str, ...]:
         """What would compile it anew from any folder, but for where it goes: `compile MODEL --dtype=…`; nothing for a
@@ -54,6 +56,8 @@ class EngineRequest:
         values["config"] = None if self.config is None else str(Path(self.config).resolve())
         values |= {name.replace("_", "-"): getattr(self.sizes, name) for name in SIZES}
         given = [f"--{name}={value}" for name, value in values.items() if value not in (None, "auto")]
+        if self.tensor_parallel_size not in (None, 1):
+            given.append(f"--{RANKS}={self.tensor_parallel_size}")
         repeated = [f"--set={text}" for text in self.sets] + [f"--plugin={name}" for name in self.plugins]
         flags = [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(self, name)]
         return ("compile", model, *given, *repeated, *flags)
@@ -66,6 +70,9 @@ class EngineRequest:
         sizes: dict[str, Any] = {}
         for word in options:
             name, equals, value = word.removeprefix("--").partition("=")
+            if name == RANKS:
+                found["tensor_parallel_size"] = int(value)
+                continue
             name = name.replace("-", "_")
             if name in ("set", "plugin"):
                 found[f"{name}s"] += (value,)

@@ -11,16 +11,20 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from graft import __version__
-from graft.base.errors import GraftError, RankFailed, UsageError
-from graft.dist.group import TorchGroup, connect
+from graft.base.device_memory import is_out_of_memory
+from graft.base.errors import GraftError, OutOfMemory, RankFailed, UsageError
+from graft.base.plugins import active_text
+from graft.dist.group import TorchGroup, connect, failed_rank
 from graft.dist.launcher import Launched, launched, meeting_place
 from graft.dist.sizes import check_heads
 from graft.dist.workers import JOINING, Workers
+from graft.engine.artifact.format import is_engine
 from graft.engine.artifact.request import SILENT, EngineRequest, Starter
 from graft.engine.artifact.target import source_hash
 from graft.engine.engine import Engine
@@ -30,6 +34,7 @@ from graft.engine.ranks.leader import LeaderGraph
 from graft.engine.ranks.task import RankPlace, place_of
 from graft.engine.setup.parts import EngineParts
 from graft.models.registry import entries
+from graft.passes.registry import load_all
 
 HOST = "127.0.0.1"
 THREADS = "GRAFT_NUM_THREADS"
@@ -37,7 +42,7 @@ THREADS = "GRAFT_NUM_THREADS"
 
 def start_ranks(request: EngineRequest, starter: Starter) -> EngineParts:
     """The engine of rank 0. In the other processes of a launcher this follows rank 0, and never returns."""
-    world = request.tensor_parallel_size
+    world = request.tensor_parallel_size or 1
     check_early(str(request.model), world)
     found = launched()
     if found is None:
@@ -74,7 +79,7 @@ def check_early(model: str, world: int) -> None:
 
 
 def start_here(request: EngineRequest, starter: Starter) -> EngineParts:
-    world = request.tensor_parallel_size
+    world = request.tensor_parallel_size or 1
     device, backend, sharers = place_of(request.device, 0, world)
     threads = threads_of_each(world) if backend == "gloo" else None
     store = torch.distributed.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
@@ -82,6 +87,7 @@ def start_here(request: EngineRequest, starter: Starter) -> EngineParts:
     if starter.progress is not None:
         starter.progress(f"starting {world} ranks", 0, 1)
     workers = Workers.start(world, store.port, request, environment)
+    starter = noticing(starter, workers)
     group: TorchGroup | None = None
     try:
         with told(workers), few_threads(threads):
@@ -95,6 +101,18 @@ def start_here(request: EngineRequest, starter: Starter) -> EngineParts:
         raise
 
 
+def noticing(starter: Starter, workers: Workers) -> Starter:
+    """What rank 0 is doing ends where another rank has died meanwhile: it would wait for it in the end."""
+
+    def progress(what: str, done: int, total: int) -> None:
+        if workers.failed is not None:
+            raise workers.failed
+        if starter.progress is not None:
+            starter.progress(what, done, total)
+
+    return replace(starter, progress=progress)
+
+
 def build_rank(
     request: EngineRequest, place: RankPlace, starter: Starter = SILENT, workers: Workers | None = None
 ) -> EngineParts:
@@ -104,9 +122,23 @@ def build_rank(
     place.group.agree("version", f"graft {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
     place.group.agree("source of graft", source_hash())
     place.group.agree("request", repr(replace(request, model="", device="", dump_dir=None)))
+    load_all(request.plugins)
+    place.group.agree("set of plugins", active_text())
     place.group.enter()
     own = replace(request, device=place.device, dump_dir=None if place.rank else request.dump_dir)
-    return build(own, starter, place, workers)
+    if not is_engine(request.model):
+        return build(own, starter, place, workers)
+    from graft.engine.artifact.load import load_engine
+
+    asked = own.against_folder()
+    return load_engine(Path(own.model), own.sizes, asked, starter, place=place, workers=workers)
+
+
+def follow_rank(parts: EngineParts, group: TorchGroup) -> None:
+    """Every other rank, once it is built."""
+    from graft.engine.artifact.ranks import write_own
+
+    follow(parts.engine, group, partial(write_own, parts, group.rank))
 
 
 def wait_for_all(store: Any, workers: Workers, world: int) -> None:
@@ -148,10 +180,28 @@ def told(workers: Workers) -> Iterator[None]:
     except GraftError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error) from error
         found = workers.failure()
         if found is None:
             raise
         raise found from error
+
+
+@contextmanager
+def others_told() -> Iterator[None]:
+    """The same where a launcher started the ranks: whoever is left says that another one is gone."""
+    try:
+        yield
+    except GraftError:
+        raise
+    except Exception as error:
+        raise (out_of_memory(error) if is_out_of_memory(error) else failed_rank(error)) from error
+
+
+def out_of_memory(error: BaseException) -> OutOfMemory:
+    told = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return OutOfMemory(f"out of memory ({told}); free memory, use more ranks, or a smaller dtype or model")
 
 
 def threads_of_each(world: int) -> int:
@@ -187,11 +237,12 @@ def join_launched(request: EngineRequest, found: Launched, starter: Starter) -> 
     rank, world = found.rank, found.world
     device, backend, sharers = place_of(request.device, found.local, found.sharing, alone=found.by == "srun")
     threads = threads_of_each(1 if bound(found) else found.sharing) if backend == "gloo" else None
-    with few_threads(threads):
+    with few_threads(threads), others_told():
         group = connect(rank, world, backend, lambda: meeting_place(found))
         parts = build_rank(request, RankPlace(group, device, sharers, threads), SILENT if rank else starter)
     if rank == 0:
         return parts
-    follow(parts.engine, group)
+    with others_told():
+        follow_rank(parts, group)
     group.leave()
     sys.exit(0)

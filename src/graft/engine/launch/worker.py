@@ -23,8 +23,9 @@ def main() -> None:
         from graft.base.device_memory import is_out_of_memory  # imports torch, which may take long
 
         if is_out_of_memory(error):
-            told = str(error).splitlines()[0] if str(error) else type(error).__name__
-            print(f"out of memory ({told}); free memory, use more ranks, or a smaller dtype or model", flush=True)
+            from graft.engine.launch.start import out_of_memory
+
+            print(out_of_memory(error), flush=True)
         else:
             traceback.print_exc()
             sys.stderr.flush()
@@ -38,8 +39,7 @@ def work(rank: int, world: int, port: int, task: object) -> None:
 
     from graft.dist.group import connect
     from graft.engine.artifact.request import EngineRequest
-    from graft.engine.launch.start import HOST, THREADS, build_rank
-    from graft.engine.ranks.follow import follow
+    from graft.engine.launch.start import HOST, THREADS, build_rank, follow_rank
     from graft.engine.ranks.task import RankPlace, place_of
 
     assert isinstance(task, EngineRequest)
@@ -50,7 +50,7 @@ def work(rank: int, world: int, port: int, task: object) -> None:
     store = torch.distributed.TCPStore(HOST, port, world, is_master=False)
     store.set(f"rank{rank}", "here")
     group = connect(rank, world, backend, lambda: store)
-    follow(build_rank(task, RankPlace(group, device, sharers, threads)).engine, group)
+    follow_rank(build_rank(task, RankPlace(group, device, sharers, threads)), group)
 
 
 if __name__ == "__main__":

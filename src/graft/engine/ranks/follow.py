@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from graft.dist.group import TorchGroup
-from graft.dist.messages import COPY, STOP, Messages
+from graft.dist.messages import COPY, SAVE, STOP, Messages, as_text
 from graft.engine.engine import Engine
 from graft.engine.kv.moves import Copy
 from graft.engine.kv.tensors import copy_blocks
@@ -13,8 +15,9 @@ from graft.ops.layout import INPUTS
 
 
 @torch.inference_mode()
-def follow(engine: Engine, group: TorchGroup) -> None:
-    """Until rank 0 says that nothing more will come. Logits are for rank 0 to read."""
+def follow(engine: Engine, group: TorchGroup, save: Callable[[str], str]) -> None:
+    """Until rank 0 says that nothing more will come. Logits are for rank 0 to read. save: writes this rank's part as
+    it is told, and gives what is to be said of it."""
     messages, device = Messages(group), engine.tensors[0].device
     while True:
         kind, tensors = messages.receive()
@@ -22,6 +25,9 @@ def follow(engine: Engine, group: TorchGroup) -> None:
             return
         if kind == COPY:
             copy_blocks(engine.tensors, [Copy(int(source), int(target)) for source, target in tensors[0].tolist()])
+            continue
+        if kind == SAVE:
+            group.said(save(as_text(tensors[0])))
             continue
         inputs = [t if one.on_host else t.to(device) for one, t in zip(INPUTS, tensors, strict=True)]
         engine.graph(*inputs, *engine.tensors)

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from graft.base.device_memory import size_text
 from graft.base.errors import RankFailed
-from graft.dist.group import TorchGroup
-from graft.dist.messages import COPY, STEP, STOP, Messages
+from graft.dist.group import TorchGroup, failed_rank
+from graft.dist.messages import COPY, SAVE, STEP, STOP, Messages, as_ints
 from graft.dist.workers import Workers
+from graft.engine.engine import Engine
 from graft.engine.kv.moves import Copy, Move
 from graft.engine.kv.tensors import copy_blocks
+from graft.engine.ranks.task import RankPlace
 from graft.ops import ranks
 from graft.ops.layout import NAMES
 
@@ -55,6 +57,15 @@ class LeaderGraph:
             self.together(lambda: self.messages.send(COPY, [pairs]))
         copy_blocks(tensors, moves)
 
+    def save(self, order: str, own: Callable[[], str]) -> list[str]:
+        """Every rank writes its part, as it is told, and says what came of it; `own` does so here."""
+
+        def work() -> list[str]:
+            self.messages.send(SAVE, [as_ints(order)])
+            return self.group.said(own())
+
+        return self.together(work)
+
     def together(self, work: Callable[[], Any]) -> Any:
         """A rank that fails leaves the others in the middle of a step: there is no way back from that."""
         if self.lost is not None:
@@ -78,7 +89,7 @@ class LeaderGraph:
     def failure(self, error: Exception) -> RankFailed:
         """The worker that died, or what went wrong here."""
         found = self.workers.failure() if self.workers is not None else None
-        return found or RankFailed(0, f"{type(error).__name__}: {error}")
+        return found or failed_rank(error)
 
     def end(self) -> None:
         self.group.broken = True
@@ -106,3 +117,10 @@ class LeaderGraph:
         )
         times = f"{1000 * group.seconds / self.steps:.2f} of {1000 * self.seconds / self.steps:.2f} ms"
         return f"{said}; {each}; {share} ({times}, {self.steps} steps)"
+
+
+def lead(engine: Engine, place: RankPlace | None, workers: Workers | None) -> None:
+    """On rank 0 of several: its steps are those of all."""
+    if place is not None and place.rank == 0:
+        leader = LeaderGraph(engine.graph, place.group, workers)
+        engine.graph, engine.move = leader, leader.copy

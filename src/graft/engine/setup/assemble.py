@@ -11,9 +11,8 @@ from graft.base.kernel_cache import record as record_kernels
 from graft.capture.recurrence import is_known
 from graft.dist.sizes import check_heads
 from graft.dist.workers import Workers
-from graft.engine.engine import Engine
 from graft.engine.options import EngineOptions
-from graft.engine.ranks.leader import LeaderGraph
+from graft.engine.ranks.leader import lead
 from graft.engine.ranks.task import RankPlace
 from graft.engine.setup.build import build_engine, fingerprint
 from graft.engine.setup.cache_error import cache_error_text
@@ -106,10 +105,3 @@ def of_rank(settings: PipelineConfig, loaded: LoadedModel, place: RankPlace | No
         )
     place.group.agree("checkpoint", fingerprint(loaded, loaded.module))
     return with_sets(settings, shard_sets(place.rank, place.world))
-
-
-def lead(engine: Engine, place: RankPlace | None, workers: Workers | None) -> None:
-    """On rank 0 of several: its steps are those of all."""
-    if place is not None and place.rank == 0:
-        leader = LeaderGraph(engine.graph, place.group, workers)
-        engine.graph, engine.move = leader, leader.copy

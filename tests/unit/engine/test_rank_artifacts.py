@@ -1,0 +1,340 @@
+"""Compiled engines on several ranks: one folder, from which every rank starts and compiles nothing."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import graft
+from conftest import tiny
+from graft.base.errors import ArtifactError, DiskFull, RankFailed, UsageError
+from graft.base.manifest import checksum
+from graft.cli.app import app
+from graft.dist.workers import Workers
+from graft.engine.artifact import save as saving
+from graft.engine.artifact.format import EngineFolder, ranks_of
+from graft.engine.artifact.ranks import write_own, write_parts
+from graft.engine.artifact.request import EngineRequest
+from graft.models.load import load_model
+from processes import run_python
+
+SMALL = {"kv_cache_memory": "8MiB"}
+
+# of every process that has this folder on its path: programs that it starts, and what captures, rewrites or compiles
+EVENTS = """
+import os, sys
+BEGUN = ("subprocess.Popen", "os.posix_spawn", "os.system", "os.exec", "os.fork", "os.forkpty")
+HEAVY = ("graft.capture.decoder", "graft.passes.pipeline")
+
+def hook(event, given):
+    if event in BEGUN or (event == "import" and given[0] in HEAVY):
+        with open(os.path.join(os.environ["EVENTS"], str(os.getpid())), "a") as file:
+            file.write(f"{given[0] if event == 'import' else event}\\n")
+
+sys.addaudithook(hook)
+"""
+
+RUN = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import sitecustomize  # of this folder, which Python imports by itself when the other ranks start
+import graft
+model, output, options = sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+llm = graft.LLM(model, kv_cache_memory="8MiB", **options)
+found = llm.generate([[5, 6, 7], [9, 2]], graft.SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
+if output:
+    llm.save(output, made_by=("compile", "tiny-llama", "--tensor-parallel=2"))
+print(json.dumps({
+    "tokens": [one.token_ids for one in found],
+    "notes": list(llm.report.notes),
+    "ranks": llm.engine.graph.group.world,
+    "again": [o.token_ids for o in llm.generate([[5, 6, 7]], graft.SamplingParams(max_tokens=6, ignore_eos=True))],
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a program of several ranks said, and what each of its processes did beside computing."""
+
+    said: dict
+    events: list[list[str]]
+
+
+def ran(home, model, output="", environment=None, **options) -> Ran:
+    home.mkdir()
+    (home / "sitecustomize.py").write_text(EVENTS)
+    (home / "events").mkdir()
+    told = {**os.environ, **(environment or {}), "EVENTS": str(home / "events")}
+    done = run_python("-c", RUN, str(home), str(model), str(output), json.dumps(options), env=told)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Ran(
+        json.loads(done.stdout.splitlines()[-1]),
+        [file.read_text().split() for file in (home / "events").iterdir()],
+    )
+
+
+def nowhere(folder):
+    """No compiler on the path, and empty caches."""
+    (folder / "c++").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "c++").chmod(0o755)
+    caches = {f"GRAFT_{name}CACHE_DIR": str(folder / f"{name}cache") for name in ("", "GRAPH_", "NATIVE_", "ENGINE_")}
+    return {"PATH": str(folder), "CXX": "", **caches}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """An engine on two ranks as it was built, and its folder."""
+    home = tmp_path_factory.mktemp("compiled")
+    options = {"tensor_parallel_size": 2, "backend": "eager", "device": "cpu", "dtype": "float32"}
+    return ran(home / "run", "tiny-llama", home / "engine", **options), home / "engine"
+
+
+def test_every_rank_starts_and_compiles_nothing(compiled, tmp_path):
+    """What is counted is seen on both ranks where the engine is built."""
+    built, folder = compiled
+    capturing = {"graft.capture.decoder", "graft.passes.pipeline"}
+    assert len(built.events) == 2 and all(capturing <= set(events) for events in built.events)
+    started = ran(tmp_path / "run", folder, environment=nowhere(tmp_path))
+    assert started.said["tokens"] == built.said["tokens"] and started.said["again"] == built.said["again"]
+    assert started.said["ranks"] == 2 and any("nothing was compiled" in note for note in started.said["notes"])
+    assert started.events == [["subprocess.Popen"]], "rank 0 starts the other, which starts and compiles nothing"
+
+
+def test_what_the_ranks_have_alike_is_there_once(compiled):
+    _, folder = compiled
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    parts = {
+        f"rank{rank}/{name}" for rank in range(2) for name in ("graph.json", "report.json", "weights.safetensors")
+    }
+    assert files == {"manifest.json", "config.json", *parts}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == files - {"manifest.json"} and ranks_of(folder) == 2
+    assert [one["rank"] for one in manifest["ranks"]] == [0, 1]
+    for rank in range(2):
+        opened = EngineFolder(folder, rank)
+        assert opened.read("config.json") == (folder / "config.json").read_bytes()
+        assert opened.read("weights.safetensors") == (folder / f"rank{rank}/weights.safetensors").read_bytes()
+        assert opened.manifest["cache"]["content"] == manifest["ranks"][rank]["cache"]["content"]
+        opened.close()
+    assert not filecmp.cmp(folder / "rank0/weights.safetensors", folder / "rank1/weights.safetensors", shallow=False)
+
+
+# ── what is refused, before a process is started ────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    monkeypatch.setattr(Workers, "start", pytest.fail)
+
+
+@pytest.fixture
+def copied(compiled, tmp_path):
+    return Path(shutil.copytree(compiled[1], tmp_path / "engine"))
+
+
+def sign(folder, **changes):
+    """The manifest with other values, as somebody else's graft would have written it."""
+    content = json.loads((folder / "manifest.json").read_text())
+    for key, value in changes.items():
+        content[key] = content[key] | value if isinstance(value, dict) else value
+    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": checksum(content)}))
+
+
+def flip(file):
+    """One bit of the last bytes."""
+    with file.open("r+b") as opened:
+        opened.seek(-3, os.SEEK_END)
+        byte = opened.read(1)
+        opened.seek(-3, os.SEEK_END)
+        opened.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("asked", [1, 4])
+def test_another_number_of_ranks_is_refused(compiled, asked, capfd):
+    folder = compiled[1]
+    told = f"was compiled for 2 ranks, not for {asked}; leave tensor_parallel_size (--tensor-parallel) out"
+    with pytest.raises(UsageError) as refused:
+        graft.LLM(folder, tensor_parallel_size=asked)
+    assert told in str(refused.value)
+    with pytest.raises(SystemExit) as ended:
+        app(["run", "--token-ids", "5", "-m", str(folder), "--tensor-parallel", str(asked)])
+    assert ended.value.code == 2 and told in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_an_engine_of_one_rank_is_not_split_when_it_starts(tmp_path):
+    graft.LLM(tiny("llama"), backend="eager", **SMALL).save(tmp_path / "engine")
+    with pytest.raises(UsageError, match="was compiled for one rank, not for 2"):
+        graft.LLM(tmp_path / "engine", tensor_parallel_size=2)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("name", ["rank1/weights.safetensors", "rank0/graph.json", "config.json"])
+def test_a_file_of_any_rank_that_is_missing_is_told(copied, name):
+    (copied / name).unlink()
+    with pytest.raises(ArtifactError, match=rf"{name}: cannot be opened \(No such file"):
+        graft.LLM(copied)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"built_for": {"torch": "2.9.0"}}, r"torch was 2\.9\.0"),
+        ({"ranks": "two"}, "has ranks that cannot be read"),
+        ({"ranks": [1, 2]}, "has ranks that cannot be read"),
+    ],
+)
+def test_another_place_and_a_damaged_manifest_are_told(copied, changes, told):
+    sign(copied, **changes)
+    with pytest.raises(ArtifactError, match=told):
+        graft.LLM(copied)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_what_was_not_compiled_is_not_given(compiled):
+    with pytest.raises(UsageError, match="dtype=float32"):
+        graft.LLM(compiled[1], dtype="bfloat16")
+    with pytest.raises(UsageError, match="whose weights could be kept"):
+        graft.LLM(compiled[1], keep_weights=True)
+
+
+def test_each_rank_checks_its_own_files(copied):
+    """Those of many gigabytes are read once, not by every rank."""
+    flip(copied / "rank1" / "weights.safetensors")
+    first, second = EngineFolder(copied, 0), EngineFolder(copied, 1)
+    first.take("weights.safetensors")
+    assert "rank1/weights.safetensors" not in first.checks and "config.json" in first.checks
+    with pytest.raises(ArtifactError, match=r"rank1/weights\.safetensors: was changed after it was saved"):
+        second.take("weights.safetensors")
+    for one in (first, second):
+        one.close()
+    with pytest.raises(ArtifactError, match="has parts of 2 ranks, and none of rank 2"):
+        EngineFolder(copied, 2)
+
+
+@pytest.mark.exhaustive  # the short run: each_rank_checks_its_own_files, and unit/dist/test_workers.py
+def test_a_damaged_file_of_another_rank_is_told_by_rank_0(copied):
+    flip(copied / "rank1" / "weights.safetensors")
+    with pytest.raises(RankFailed, match=r"rank 1 failed: .*rank1/weights\.safetensors: was changed after"):
+        graft.LLM(copied, **SMALL)
+
+
+# ── while it is written ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Leader:
+    """Rank 0's side, with what the other rank does when it is told to write."""
+
+    def __init__(self, other):
+        self.other, self.group = other, SimpleNamespace(world=2)
+
+    def save(self, order, own):
+        return [own(), self.other(order)]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return graft.LLM(tiny("llama"), backend="eager", **SMALL).parts
+
+
+def test_a_rank_that_cannot_write_is_told_and_nothing_is_left(parts, tmp_path, monkeypatch):
+    """On this rank or another, and for what reason."""
+
+    def full(order):
+        return json.dumps({"problem": "[Errno 28] No space left on device"})
+
+    def elsewhere(order):
+        return write_own(parts, 1, json.dumps({**json.loads(order), "folder": str(tmp_path / "elsewhere")}))
+
+    def unseen(order):
+        return json.dumps({"about": {}, "files": {"graph.json": 5}})
+
+    for other, error, told in (
+        (full, DiskFull, "rank 1: .*No space left"),
+        (elsewhere, ArtifactError, "rank 1: there is no .*which their machines must share"),
+        (unseen, ArtifactError, "rank 1: its graph.json is not seen by rank 0"),
+    ):
+        leader = Leader(other)
+        monkeypatch.setattr(saving, "LeaderGraph", type(parts.engine.graph))
+        monkeypatch.setattr(saving, "write_parts", lambda _, *rest, one=leader: write_parts(one, *rest))
+        with pytest.raises(error, match=told):
+            saving.save_engine(parts, tmp_path / "engine", overwrite=False, made_by=())
+        assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_are_alike_share_all(parts, tmp_path):
+    """Here both are the same rank, but for one file."""
+
+    def other(order):
+        said = write_own(parts, 1, order)
+        flip(tmp_path / "rank1" / "report.json")
+        return said
+
+    about = write_parts(Leader(other), parts, tmp_path, tmp_path / "engine", True, None)
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert {name for name in files if name.startswith("rank")} == {"rank0/report.json", "rank1/report.json"}
+    assert {"weights.safetensors", "graph.json"} <= files
+    assert [one["rank"] for one in about["ranks"]] == [0, 1] and about["backend"] == "eager"
+
+
+def test_the_command_has_the_ranks():
+    asked = EngineRequest("tiny-llama", tensor_parallel_size=2)
+    assert asked.command() == ("compile", "tiny-llama", "--tensor-parallel=2")
+    assert EngineRequest.of_command(asked.command()) == asked
+
+
+# ── more processes ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [2, 4])
+def test_native_steps_start_without_a_compiler(tmp_path, world):
+    """The ranks compute the same, so that one object is there for all."""
+    options = {"tensor_parallel_size": world, "backend": "native", "device": "cpu", "dtype": "float32"}
+    built = ran(tmp_path / "built", "tiny-llama", tmp_path / "engine", **options)
+    started = ran(tmp_path / "started", tmp_path / "engine", environment=nowhere(tmp_path))
+    assert started.said["tokens"] == built.said["tokens"] and started.said["ranks"] == world
+    assert started.events == [["subprocess.Popen"] * (world - 1)]
+    assert [path.relative_to(tmp_path / "engine").as_posix() for path in (tmp_path / "engine").rglob("*.so")] == [
+        "native/step.so"
+    ]
+    again = ran(tmp_path / "rebuilt", "tiny-llama", tmp_path / "second", **options)
+    assert again.said["tokens"] == built.said["tokens"]
+    same_bytes(tmp_path / "engine", tmp_path / "second")
+
+
+@pytest.mark.exhaustive
+def test_weights_may_stay_in_their_checkpoint(tmp_path):
+    load_model("tiny-llama", dtype="float32", device="cpu").module.save_pretrained(tmp_path / "model")
+    options = {"tensor_parallel_size": 2, "backend": "eager", "device": "cpu"}
+    built = ran(tmp_path / "built", tmp_path / "model", tmp_path / "engine", **options)
+    for rank in json.loads((tmp_path / "engine" / "manifest.json").read_text())["ranks"]:
+        assert rank["checkpoint"]["folder"] == str(tmp_path / "model")
+    started = ran(tmp_path / "started", tmp_path / "engine")
+    assert started.said["tokens"] == built.said["tokens"] and started.events == [["subprocess.Popen"]]
+    flip(tmp_path / "model" / "model.safetensors")
+    with pytest.raises((ArtifactError, RankFailed), match=r"model\.safetensors: was changed after it was saved"):
+        graft.LLM(tmp_path / "engine", **SMALL)
+
+
+def same_bytes(one, other):
+    names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
+    same, differing, lacking = filecmp.cmpfiles(one, other, names, shallow=False)
+    assert (sorted(same), differing, lacking) == (names, [], [])
+
+
+@pytest.mark.exhaustive
+def test_two_builds_have_the_same_bytes(compiled, tmp_path):
+    options = {"tensor_parallel_size": 2, "backend": "eager", "device": "cpu", "dtype": "float32"}
+    ran(tmp_path / "run", "tiny-llama", tmp_path / "engine", **options)
+    same_bytes(compiled[1], tmp_path / "engine")
