@@ -228,6 +228,6 @@ def test_processes_compare_plugins_by_the_content_of_their_files(plugins):
     load_named(str(file))
     alone = active_text()
     (plugins / "beside.py").write_text("A = 1\n")
-    assert active_text() == alone and alone.startswith("plugin_alone (")
+    assert active_text() == alone and "plugin_alone (" in alone
     file.write_text("A = 2\n")
     assert active_text() != alone

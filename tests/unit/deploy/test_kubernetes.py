@@ -89,7 +89,7 @@ def test_a_pod_has_the_time_to_drain(pod, container, options):
 def test_gpus_are_asked_for_as_many_as_the_model_needs(container, options):
     asked = container["resources"]
     gpus = {asked[kind]["nvidia.com/gpu"] for kind in ("requests", "limits")}
-    assert gpus == {options.load.tensor_parallel}
+    assert gpus == {options.load.tensor_parallel or 1}
 
 
 def test_pods_are_scaled_by_metrics_that_the_server_has():

@@ -6,11 +6,13 @@ import filecmp
 import json
 import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import graft
 from conftest import tiny
@@ -338,3 +340,44 @@ def test_two_builds_have_the_same_bytes(compiled, tmp_path):
     options = {"tensor_parallel_size": 2, "backend": "eager", "device": "cpu", "dtype": "float32"}
     ran(tmp_path / "run", "tiny-llama", tmp_path / "engine", **options)
     same_bytes(compiled[1], tmp_path / "engine")
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_killed_while_it_writes_leaves_nothing(tmp_path):
+    threads = torch.get_num_threads()
+    llm = graft.LLM("tiny-llama", tensor_parallel_size=2, backend="eager", device="cpu", dtype="float32", **SMALL)
+
+    def kill(what, _done, _total):
+        if what == "writing the weights":
+            llm.engine.graph.workers.processes[1].send_signal(signal.SIGKILL)
+
+    with pytest.raises(RankFailed, match="rank 1 failed: it was killed by signal 9"):
+        llm.save(tmp_path / "engine", progress=kill)
+    with pytest.raises(RankFailed, match="rank 1 failed"):
+        llm.save(tmp_path / "engine")
+    assert not list(tmp_path.iterdir())
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_killed_while_it_loads_ends_the_start(monkeypatch):
+    """Rank 0 ends at its next step, not when it would wait for the other."""
+    threads, seen, started = torch.get_num_threads(), [], Workers.start
+
+    def remembered(*given):
+        seen.append(started(*given))
+        return seen[0]
+
+    monkeypatch.setattr(Workers, "start", staticmethod(remembered))
+    done = []
+
+    def kill(what, _done, _total):
+        done.append(str(what))
+        if str(what).startswith("transform ") and seen[0].failed is None:
+            seen[0].processes[1].kill()
+            seen[0].gone.wait(60)
+
+    with pytest.raises(RankFailed, match="rank 1 failed: it was killed by signal 9"):
+        graft.LLM("tiny-llama", tensor_parallel_size=2, backend="eager", device="cpu", progress=kill, **SMALL)
+    assert len([what for what in done if what.startswith("transform ")]) == 1
+    torch.set_num_threads(threads)
