@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from graft.base.files import atomic_file, atomic_folder, disk_errors, sha256
 LIST = "graft-cache.json"
 MARK, FORMAT = "graft cache", 1
 LARGEST_LIST = 1 << 26
+LONGEST = 200  # bytes of a name: file systems have 255, and what is half written has more around it
 PIECE = 1 << 22  # bytes that are copied at a time
 
 
@@ -36,25 +38,53 @@ class Imported:
     known: tuple[str, ...]
 
 
+class Changed(Exception):
+    """What an entry had when it was listed is not there any more: another process took it away or wrote it anew."""
+
+
 def export_entries(file: Path, chosen: Sequence[CacheEntry]) -> list[CacheEntry]:
     """Writes the file whole or not at all; gives what is in it: an entry that goes away meanwhile is left out."""
-    listed, members, kept = [], [], []
-    for one in chosen:
-        found = {name_in(one, path): path for root in one.paths for path in files_of(root) if path.suffix != ".lock"}
+    found = [(one, listed) for one in chosen if (listed := files_with_hashes(one)) is not None]
+    while True:
         try:
-            about = {name: [path.stat().st_size, sha256(path)] for name, path in found.items()}
-        except FileNotFoundError:
-            continue
-        listed.append({"kind": one.kind.name, "name": one.name, "files": about})
-        members += [(f"{one.kind.name}/{name}", path) for name, path in found.items()]
-        kept.append(one)
+            with disk_errors(file), atomic_file(file) as partial:
+                write_bundle(partial, found)
+            return [one for one, _ in found]
+        except Changed as error:
+            found = [(one, listed) for one, listed in found if one is not error.args[0]]
+
+
+def files_with_hashes(one: CacheEntry) -> dict[Path, tuple[int, str]] | None:
+    try:
+        paths = [path for root in one.paths for path in files_of(root) if path.suffix != ".lock"]
+        return {path: (path.stat().st_size, sha256(path)) for path in paths}
+    except FileNotFoundError:
+        return None
+
+
+def write_bundle(partial: Path, found: Sequence[tuple[CacheEntry, dict[Path, tuple[int, str]]]]) -> None:
+    """Raises Changed for an entry that is not as it was listed."""
+    listed = [
+        {
+            "kind": one.kind.name,
+            "name": one.name,
+            "files": {name_in(one, p): list(about) for p, about in files.items()},
+        }
+        for one, files in found
+    ]
     head = json.dumps({"kind": MARK, "format": FORMAT, "graft": graft.__version__, "entries": listed}).encode()
-    with disk_errors(file), atomic_file(file) as partial, tarfile.open(partial, "w") as bundle:
+    with tarfile.open(partial, "w") as bundle:
         add(bundle, LIST, io.BytesIO(head), len(head))
-        for name, path in members:
-            with path.open("rb") as source:
-                add(bundle, name, source, path.stat().st_size)
-    return kept
+        for one, files in found:
+            for path, (size, _) in files.items():
+                try:
+                    source = path.open("rb")
+                except FileNotFoundError as error:
+                    raise Changed(one) from error
+                with source:
+                    if os.fstat(source.fileno()).st_size != size:
+                        raise Changed(one)
+                    add(bundle, f"{one.kind.name}/{name_in(one, path)}", source, size)
 
 
 def name_in(one: CacheEntry, path: Path) -> str:
@@ -137,7 +167,7 @@ def is_name(name: str) -> bool:
 
 def is_part(name: str) -> bool:
     """Of a path: the name of a file or folder."""
-    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"} and len(name.encode()) <= LONGEST
 
 
 def put_entry(

@@ -10,7 +10,7 @@ import tarfile
 
 import pytest
 
-from graft.base import caches
+from graft.base import cache_bundle, caches
 from graft.base.cache_bundle import LIST, export_entries, import_bundle
 from graft.base.caches import CHECKS, ENGINES, GRAPHS, KINDS, NATIVE, TUNED, all_entries, entries, prune
 from graft.base.errors import ArtifactError
@@ -116,6 +116,26 @@ def test_an_export_is_imported_elsewhere_whole(home, tmp_path, monkeypatch):
     assert len(found.known) == 5 and (tmp_path / "other" / "graphs" / "g1.json").read_text() == "its own"
 
 
+@pytest.mark.parametrize("change", ["gone", "longer"])
+def test_an_entry_that_changes_while_it_is_exported_is_left_out(home, tmp_path, monkeypatch, change):
+    """Another process took it away, or wrote it anew, between the list and its content."""
+    graph, add = home / "graphs" / "g1.json", cache_bundle.add
+
+    def meanwhile(bundle, name, source, size):
+        if name == LIST and change == "gone":
+            graph.unlink(missing_ok=True)
+        elif name == LIST:
+            graph.write_text(graph.read_text() + "more")
+        add(bundle, name, source, size)
+
+    monkeypatch.setattr(cache_bundle, "add", meanwhile)
+    written = export_entries(tmp_path / "bundle", all_entries((ENGINES, GRAPHS, NATIVE)))
+    assert [one.kind for one in written] == [one.kind for one in all_entries((ENGINES, NATIVE))]
+    assert not list(tmp_path.glob(".*"))
+    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path / "other"))
+    assert len(import_bundle(tmp_path / "bundle").new) == len(written)
+
+
 def changed(bundle, target, change):
     """The bundle with another list, or other files."""
     with tarfile.open(bundle) as old, tarfile.open(target, "w") as new:
@@ -165,13 +185,14 @@ def linked(member, content):
         (renamed(b'"../g1"'), "no cache of graft's has"),
         (renamed(b'".hidden"'), "no cache of graft's has"),
         (renamed(b"7"), "no cache of graft's has"),
+        (renamed(b'"' + b"a" * 300 + b'"'), "no cache of graft's has"),
         (flipped, "another sha256"),
         (linked, "not where its list has it"),
         (sparse, "damaged"),
         (endless, "no cache of graft's has"),
         (deep, "damaged graft-cache.json"),
     ],
-    ids=["path", "hidden", "number", "content", "link", "sparse", "endless", "deep"],
+    ids=["path", "hidden", "number", "long", "content", "link", "sparse", "endless", "deep"],
 )
 def test_damaged_and_hostile_bundles_are_refused(home, tmp_path, monkeypatch, change, why):
     export_entries(tmp_path / "bundle", all_entries())
