@@ -57,11 +57,16 @@ def rank_facts(llm: LLM) -> dict[str, Any]:
     return {"tensor_parallel": told}
 
 
-def no_baselines(against: tuple[str, ...], asked: bool, ranks: int) -> tuple[str, ...]:
-    """Baselines run the whole model in this process, which has a part of it."""
+def no_baselines(against: tuple[str, ...], asked: bool, ranks: int, compiled: bool = False) -> tuple[str, ...]:
+    """Baselines run the whole model in this process, which has a part of it, or of a compiled engine no module."""
+    if compiled and against and asked:
+        raise UsageError(
+            f"a compiled engine is measured alone: it holds no Hugging Face module for {', '.join(against)}; leave"
+            " --against and --peers out, or measure the model itself"
+        )
     if ranks > 1 and against and asked:
         raise UsageError(
             f"--tensor-parallel measures graft alone: {', '.join(against)} would need all weights in one process;"
             " leave --against and --peers out, and measure them without --tensor-parallel"
         )
-    return () if ranks > 1 else against
+    return () if compiled or ranks > 1 else against

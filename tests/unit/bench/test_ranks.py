@@ -10,11 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from conftest import tiny
 from document_schemas import follows
 from graft.base.errors import UsageError
+from graft.bench.limits.traffic import prompt_flops, step_bytes
 from graft.bench.ranks import devices_of, lowered_of, no_baselines, quantized_bytes, rank_facts
 from graft.cli.app import app
 from graft.dist.group import TorchGroup
+from graft.engine.artifact.model import StoredConfig, StoredModule
 from graft.engine.ranks.leader import LeaderGraph
 
 pytest.importorskip("jsonschema")
@@ -70,6 +73,24 @@ def test_baselines_need_all_weights():
     assert no_baselines((), True, 2) == ()
     with pytest.raises(UsageError, match="graft alone: eager would need all weights in one process"):
         no_baselines(("eager",), True, 2)
+
+
+def test_a_compiled_engine_is_measured_alone():
+    assert no_baselines(("eager", "compile"), False, 1, compiled=True) == ()
+    with pytest.raises(UsageError, match=r"a compiled engine is measured alone: .* for eager; leave --against"):
+        no_baselines(("eager",), True, 1, compiled=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_what_a_step_of_a_compiled_engine_reads_is_that_of_its_model(family):
+    """Which is not there: tied embeddings and experts count as they do in the module."""
+    module = tiny(family).module
+    stored = StoredModule(StoredConfig(json.loads(module.config.to_json_string(use_diff=False))), module.dtype)
+    for batch in (1, 8):
+        assert step_bytes(stored, batch, 100) == step_bytes(module, batch, 100)
+    assert prompt_flops(stored, 2, 50) == prompt_flops(module, 2, 50)
+    with pytest.raises(UsageError, match="transformers has no 'own'"):
+        step_bytes(StoredModule(StoredConfig({"model_type": "own"}), module.dtype), 1, 1)
 
 
 @pytest.mark.parametrize("words", [["--against", "eager"], ["--peers"]])

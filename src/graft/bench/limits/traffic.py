@@ -4,6 +4,7 @@ many floating point operations a prompt takes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from graft.base.errors import UsageError
+from graft.engine.artifact.model import StoredModule
 from graft.engine.kv.tensors import LayerShape
 from graft.ir.nodes import is_op, options_of, tensor_of
 from graft.ops.paged_cache import SCALE
@@ -31,6 +34,7 @@ def weight_bytes(module: nn.Module, batch: int) -> float:
 
     Of experts the share that `batch` tokens reach at least once, if the router spreads them evenly.
     """
+    module = with_weights(module)
     config: Any = module.config
     table, head = module.get_input_embeddings(), module.get_output_embeddings()  # pyrefly: ignore
     skipped = table.weight if head is None or head.weight is not table.weight else None
@@ -41,6 +45,25 @@ def weight_bytes(module: nn.Module, batch: int) -> float:
         if weight is not skipped:
             total += weight.numel() * weight.element_size() * (share if ".experts." in name else 1.0)
     return total
+
+
+@lru_cache(maxsize=1)
+def with_weights(module: nn.Module) -> nn.Module:
+    """What has the sizes of all weights: of a compiled engine, which has no module, one without numbers."""
+    if not isinstance(module, StoredModule):
+        return module
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = module.config.to_dict()
+    try:
+        config = AutoConfig.for_model(**values)
+    except ValueError as error:
+        raise UsageError(
+            f"what a step reads is counted from the model's architecture, and transformers has no"
+            f" {values.get('model_type')!r}; measure the model itself, not its compiled engine"
+        ) from error
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=module.dtype, trust_remote_code=False)
 
 
 def cache_bytes(
@@ -60,7 +83,7 @@ def cache_bytes_per_token(module: nn.Module, cache: torch.dtype | None = None) -
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if cache is FP8:
         return 2 * heads * (head_size(config) + SCALE.itemsize)
-    return 2 * heads * head_size(config) * next(module.parameters()).element_size()
+    return 2 * heads * head_size(config) * next(with_weights(module).parameters()).element_size()
 
 
 def head_size(config: Any) -> int:
@@ -87,6 +110,7 @@ def prompt_flops(module: nn.Module, batch: int, tokens: int) -> float:
 
 def matrix_flops(module: nn.Module, tokens: int, last: int) -> float:
     """Of every matrix for every token, and the head for `last` of them; of experts those that a token is sent to."""
+    module = with_weights(module)
     config: Any = module.config
     table, head = module.get_input_embeddings(), module.get_output_embeddings()  # pyrefly: ignore
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
@@ -124,7 +148,7 @@ def graph_weight_bytes(gm: GraphModule, batch: int) -> float | None:
     if not any(t.dtype in QUANTIZED and t.ndim > 1 for t in tensors.values()):
         return None
     shares = expert_shares(gm, batch)
-    distinct = {(t.data_ptr(), t.nbytes): t.nbytes * shares.get(name, 1.0) for name, t in tensors.items()}
+    distinct = {(t.data_ptr() or name, t.nbytes): t.nbytes * shares.get(name, 1.0) for name, t in tensors.items()}
     packed = [node for node in gm.graph.nodes if node.op == "get_attr" and is_freed(tensors.get(node.target))]
     freed = sum(tensor_of(node).nbytes * shares.get(node.target, 1.0) for node in packed)
     return float(sum(distinct.values()) + freed)

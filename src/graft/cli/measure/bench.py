@@ -132,8 +132,6 @@ def bench(
         return bench_start(ctx, model, dtype, device, quantize, repeats, as_json)
     if families:
         return bench_families(ctx, as_json)
-    from graft.engine.start import ranks_asked
-
     target = checked_place(device, dtype)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
@@ -146,7 +144,7 @@ def bench(
         }  # fmt: skip
         return under_load(model, read_loads(throughput, preset, requests, rate), preset, plot, as_json, **given)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
-    plan = of_ranks(ctx, plan, peers, ranks_asked(model, tensor_parallel))
+    plan = of_ranks(ctx, plan, peers, model, tensor_parallel)
     check(model, plan, backend, plot, kernels)
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
 
@@ -182,11 +180,15 @@ def bench_engine(
     report(result, plot, as_json)
 
 
-def of_ranks(ctx: typer.Context, plan: BenchPlan, peers: bool, ranks: int) -> BenchPlan:
+def of_ranks(ctx: typer.Context, plan: BenchPlan, peers: bool, model: str, ranks: int | None) -> BenchPlan:
+    """Without baselines where there is nothing that they could run."""
     from graft.bench.ranks import no_baselines
+    from graft.engine.artifact.format import is_engine
+    from graft.engine.start import ranks_asked
 
     asked = peers or getattr(ctx.get_parameter_source("against"), "name", "") == "COMMANDLINE"
-    return replace(plan, against=no_baselines(plan.against, asked, ranks))
+    without = no_baselines(plan.against, asked, ranks_asked(model, ranks), is_engine(model))
+    return replace(plan, against=without)
 
 
 def checked_place(device: str, dtype: str) -> torch.device:
