@@ -16,6 +16,7 @@ from graft.base.device_memory import free_memory, is_out_of_memory, size_text
 from graft.base.errors import EngineFailed, EngineStuck, GraftError, LogitsError, OutOfCache, OutOfMemory
 from graft.engine.batch import pack
 from graft.engine.core import FinishReason, Request, Stats
+from graft.engine.counting import counted
 from graft.engine.decode.choose import WIDE
 from graft.engine.decode.in_flight import Feed, InFlightStep
 from graft.engine.decode.loop import Counts, DecodeLoop
@@ -369,26 +370,8 @@ class Engine:
         return sum(tensor[0].nbytes for tensor in self.tensors) * self.manager.blocks
 
     def count(self, plan: StepPlan, grown: list[Request], seconds: float, decoding: bool = False) -> None:
-        fed, s = sum(plan.counts), self.stats
-        if not decoding:
-            decoding = fed == len(grown) == len(plan.counts) and all(len(r.tokens) > len(r.prompt) + 1 for r in grown)
         counts = self.loop.counts if self.loop is not None else Counts()
-        first = [r for r in grown if r.leader is None and len(r.tokens) == len(r.prompt) + 1]
-        self.stats = replace(
-            s,
-            prompt_tokens=s.prompt_tokens + sum(len(r.prompt) for r in first),
-            cached_tokens=s.cached_tokens + sum(r.cached or 0 for r in first),
-            new_tokens=s.new_tokens + len(grown),
-            steps=s.steps + 1,
-            preemptions=self.scheduler.preemptions,
-            prefill_seconds=s.prefill_seconds + (0.0 if decoding else seconds),
-            decode_seconds=s.decode_seconds + (seconds if decoding else 0.0),
-            decode_tokens=s.decode_tokens + (len(grown) if decoding else 0),
-            replayed_steps=counts.replays,
-            steps_ahead=counts.ahead,
-            bucket_misses=counts.misses,
-            host_sampled_tokens=counts.host_sampled,
-        )
+        self.stats = counted(self.stats, plan, grown, seconds, counts, self.scheduler.preemptions, decoding)
 
     def out_of_memory(self, plan: StepPlan) -> OutOfMemory:
         device = self.tensors[0].device

@@ -136,12 +136,10 @@ def bench(
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
         "quantize": quantize, "trust_remote_code": trust_remote_code, "kv_cache_dtype": kv_cache_dtype,
-        "tensor_parallel_size": tensor_parallel,
+        "kv_offloading_size": kv_offloading_size, "tensor_parallel_size": tensor_parallel,
     }  # fmt: skip
     if throughput or preset:
-        given |= {
-            "max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory, "kv_offloading_size": kv_offloading_size
-        }  # fmt: skip
+        given |= {"max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
         return under_load(model, read_loads(throughput, preset, requests, rate), preset, plot, as_json, **given)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     plan = of_ranks(ctx, plan, peers, model, tensor_parallel)

@@ -21,6 +21,7 @@ from graft.base.device_memory import free_memory, is_out_of_memory, parse_size, 
 from graft.base.errors import OutOfMemory, UsageError
 from graft.engine.kv.moves import Copy, Move, Offload, Reload
 from graft.engine.kv.tensors import copy_blocks, lazy_zeros
+from graft.engine.options import EngineOptions
 from graft.ops.layout import on_host
 
 OPTION = "kv_offloading_size"
@@ -89,6 +90,19 @@ class HostMemory:
     def by_block(self, tensor: Tensor) -> Tensor:
         """[blocks, words] of [blocks, rows, kv_heads, head_dim]."""
         return tensor.view(torch.uint8).view(len(tensor), -1).view(WORD)
+
+
+def host_memory(
+    tensors: Sequence[Tensor], block_bytes: int, options: EngineOptions, *, ranks: int, recurrent: bool
+) -> HostMemory | None:
+    """Where it was asked for."""
+    if options.kv_offloading_size is None:
+        return None
+    if recurrent:
+        raise UsageError(f"{OPTION}: the states of recurrent layers are not cached by prefix, so no block comes back")
+    if ranks > 1:
+        raise UsageError(f"{OPTION}: each of {ranks} ranks has a part of a block; it is for one rank so far")
+    return HostMemory(tensors, slots_for(options.kv_offloading_size, block_bytes))
 
 
 def pinned(shape: tuple[int, int]) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from graft.base.device_memory import CacheSize, cache_size, is_out_of_memory, size_text
-from graft.base.errors import OutOfMemory, UsageError
+from graft.base.errors import OutOfMemory
 from graft.base.files import Progress
 from graft.engine.decode.build import loop_problem, make_loop
 from graft.engine.engine import Engine
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
-from graft.engine.kv.offload import OPTION, HostMemory, offload_note, slots_for
+from graft.engine.kv.offload import host_memory, offload_note
 from graft.engine.kv.states import StateCache, slots_within, states_note
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks, narrow_blocks
 from graft.engine.options import EngineOptions
@@ -66,7 +66,7 @@ def build_engine(
     record = problem is None if record is None else record
     tensors = allocated(layers, found, record, block_size, device)
     reuse, foreseeing = options.enable_prefix_caching and not states, options.admission == "forecast"
-    host = host_memory(tensors, size, options, place, recurrent=bool(states))
+    host = host_memory(tensors, size, options, ranks=place.world if place else 1, recurrent=bool(states))
     manager = BlockManager(
         found.blocks, block_size, fingerprint=content, prefix_reuse=reuse,
         host_blocks=0 if host is None else len(host.slots), events=EventQueue(options.max_events),
@@ -91,13 +91,18 @@ def build_engine(
         ),
         move=copy_blocks if host is None else host.move,
     )
+    return engine, cache_note(found, layers, block_size, model)
+
+
+def cache_note(found: CacheSize, layers: Sequence[LayerShape], block_size: int, model: LoadedModel) -> str:
+    """For the report."""
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if layers and layers[0].dtype is FP8:
         each, own = (bytes_per_block(some, block_size) // block_size for some in (layers, wide(layers, model)))
         note += f"; float8_e4m3fn with a scale a token and head, {each:,} bytes a token and not {own:,}"
     if found.blocks * block_size < model.context:
         note += f"; the model's context of {model.context} does not fit"
-    return engine, note
+    return note
 
 
 def allocated(
@@ -112,21 +117,6 @@ def allocated(
             f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
             f" {error}. Set kv_cache_memory to less"
         ) from error
-
-
-def host_memory(
-    tensors: Sequence[Tensor], block_bytes: int, options: EngineOptions, place: RankPlace | None, *, recurrent: bool
-) -> HostMemory | None:
-    """For blocks that are evicted, where it was asked for."""
-    if options.kv_offloading_size is None:
-        return None
-    if recurrent:
-        raise UsageError(f"{OPTION}: the states of recurrent layers are not cached by prefix, so no block comes back")
-    if place is not None:
-        raise UsageError(
-            f"{OPTION}: {place.world} ranks share out a block among themselves; it is for one rank so far"
-        )
-    return HostMemory(tensors, slots_for(options.kv_offloading_size, block_bytes))
 
 
 def room(
