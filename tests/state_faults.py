@@ -36,4 +36,37 @@ STATE_FAULTS = [
         "given = {where for where, tensor in self.out_of_cache}",
         "unit/capture/test_recurrence.py::test_a_window_that_the_convolution_does_not_get_is_refused",
     ),
+    # ── blocks in host memory ───────────────────────────────────────────────────────────────────────────────────
+    fault(
+        "engine/kv/host.py",
+        "self.kept.popitem(last=False)",
+        "self.kept.popitem(last=True)",
+        "unit/engine/test_block_manager_traces.py::test_random_traces_with_host_memory_hold_the_model",
+    ),
+    fault(
+        "engine/kv/manager.py",
+        "self.moves.append(self.host.give(entry, block))",
+        "self.host.give(entry, block)",
+        "unit/engine/test_kv_offloading.py::test_tokens_are_those_of_an_engine_without_it",
+    ),
+    fault(
+        "engine/kv/offload.py",
+        "for kind, run in groupby(moves, type):",
+        "for kind, run in groupby(sorted(moves, key=lambda move: type(move).__name__), type):",
+        "unit/engine/test_kv_offloading.py::test_moves_are_made_bit_for_bit_and_in_order",
+    ),
+    fault(
+        "engine/engine.py",
+        """            if not alone:
+                self.move_blocks()
+""",
+        "",
+        "unit/engine/test_kv_offloading.py::test_decode_steps_go_ahead_while_blocks_leave",
+    ),
+    fault(
+        "engine/decode/loop.py",
+        "if commands is None or self.manager.moves:",
+        "if commands is None:",
+        "unit/engine/test_kv_offloading.py::test_decode_steps_go_ahead_while_blocks_leave",
+    ),
 ]

@@ -103,7 +103,7 @@ class Simulation:
             self.refused += 1
             return False
         self.copied += len(copies)
-        self.moves += [*manager.take_moves(), *copies]
+        self.moves += manager.take_moves()
         self.look()
         return True
 

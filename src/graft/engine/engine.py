@@ -87,7 +87,7 @@ class Engine:
             return self.nothing_to_do()
         due: list[Due] = []
         with self.undone_on_error(plan, due):
-            self.move_blocks(plan)
+            self.move_blocks()
             due += self.due(plan)
             scored = scored_prompts(plan)
             step = None if loop is None or scored else loop.begin(plan, due, self.run)
@@ -126,14 +126,13 @@ class Engine:
             return self.scheduler.schedule()
         left = [(r, n) for r, n in zip(plan.requests, plan.counts, strict=True) if r.table is not None]
         if not left:
-            self.move_blocks(plan)
             return self.scheduler.schedule()
         return replace(plan, requests=[r for r, _ in left], counts=[n for _, n in left])
 
-    def move_blocks(self, plan: StepPlan) -> None:
-        """Before the plan's step. A block that should have come out of host memory and did not holds wrong numbers
+    def move_blocks(self) -> None:
+        """Before a step is launched. A block that should have come out of host memory and did not holds wrong numbers
         under a right name, wherever the move failed: nothing in the cache can be believed then."""
-        moves, plan.moves = plan.moves, []
+        moves = self.manager.take_moves()
         try:
             self.move(self.tensors, moves)
         except BaseException as error:
@@ -157,10 +156,10 @@ class Engine:
         due = self.due(plan)
         self.pending = plan
         with self.undone_on_error(plan, due):
-            copies = any(isinstance(move, Copy) for move in plan.moves)
+            copies = any(isinstance(move, Copy) for move in self.manager.moves)
             alone = bool(copies or scored_prompts(plan))  # it needs the host, and nothing in flight
             if not alone:
-                self.move_blocks(plan)
+                self.move_blocks()
             ahead = None if alone else loop.begin(plan, due, self.run, step)
         if ahead is not None:
             self.pending = None

@@ -50,7 +50,7 @@ class PoolingEngine(Engine):
             return self.nothing_to_do()
         rows = [i for i, (r, n) in enumerate(zip(plan.requests, plan.counts, strict=True)) if r.fed + n == r.length]
         with self.undone_on_error(plan, []):
-            self.move_blocks(plan)
+            self.move_blocks()
             every = range(sum(plan.counts)) if self.pooling.tokens == "mean" else ()
             vectors = self.finished(self.pool(plan, self.run(plan, scored=every))[rows])
         for request, count in zip(plan.requests, plan.counts, strict=True):

@@ -10,7 +10,6 @@ from itertools import count
 from graft.engine.core import Request
 from graft.engine.forecast import Forecast
 from graft.engine.kv.manager import BlockManager, Table
-from graft.engine.kv.moves import Move
 from graft.engine.kv.states import StateCache
 
 PATIENCE = 1000  # steps by which a better priority goes ahead
@@ -31,12 +30,11 @@ class TurnedAway:
 
 @dataclass
 class StepPlan:
-    """One step: `counts[i]` tokens of `requests[i]`, and the blocks to be copied or moved before it, in order."""
+    """One step: `counts[i]` tokens of `requests[i]`. The manager has the moves to be made before it."""
 
     budget: int  # tokens that may still be taken
     requests: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
     scorable: int = 0  # of these, tokens of prompts that are scored
 
     def take(self, request: Request, tokens: int) -> None:
@@ -47,7 +45,7 @@ class StepPlan:
     def decoding_first(self) -> StepPlan:
         """Single tokens side by side: attention takes a run of them in one call."""
         pairs = sorted(zip(self.requests, self.counts, strict=True), key=lambda pair: pair[1] > 1)
-        return StepPlan(self.budget, [r for r, _ in pairs], [c for _, c in pairs], self.moves)
+        return StepPlan(self.budget, [r for r, _ in pairs], [c for _, c in pairs])
 
 
 class Scheduler:
@@ -104,10 +102,10 @@ class Scheduler:
         if self.forecast is not None:
             self.forecast.forget()
         self.leaving = {request for request in self.running if request.ending}
-        plan = StepPlan(self.max_num_batched_tokens, moves=self.manager.take_moves(), scorable=SCORED)
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
-            if not self.admit(self.waiting[0], plan):
+            if not self.admit(self.waiting[0]):
                 break
+        plan = StepPlan(self.max_num_batched_tokens, scorable=SCORED)
         # kept for those that decode, but one token is left for the first in the order if that is a prompt
         decoding = [request.decoding for request in self.running]
         kept = min(sum(decoding), self.max_num_batched_tokens - 1)
@@ -119,7 +117,7 @@ class Scheduler:
                 plan.take(request, 1)
             else:
                 self.serve(request, plan, 0 if decodes else kept)
-        while plan.budget and self.waiting and self.admit(request := self.waiting[0], plan):
+        while plan.budget and self.waiting and self.admit(request := self.waiting[0]):
             self.serve(request, plan)
         return plan.decoding_first()
 
@@ -132,12 +130,12 @@ class Scheduler:
             plan.scorable -= granted
         if not granted or request.ending:
             return
-        if not self.make_room(request, request.table, request.fed + granted, plan):
+        if not self.make_room(request, request.table, request.fed + granted):
             self.preempt(request)
             return
         plan.take(request, granted)
 
-    def admit(self, request: Request, plan: StepPlan) -> bool:
+    def admit(self, request: Request) -> bool:
         """Lets a waiting request in, with room for all of its tokens; those in the cache, or in host memory, are not
         computed again."""
         while self.full:
@@ -148,7 +146,7 @@ class Scheduler:
         reuse = not (request.scores_prompt or request.computes_all)
         table = self.manager.open(request.tokens, reuse=reuse)
         foreseen = self.foreseen(request, table)
-        if not foreseen or not self.make_room(request, table, len(request.tokens), plan):
+        if not foreseen or not self.make_room(request, table, len(request.tokens)):
             self.manager.close(table)
             until = float("inf") if foreseen else self.clock + ASK_AGAIN
             self.refused = TurnedAway(request, self.manager.available, self.departures, until)
@@ -156,7 +154,6 @@ class Scheduler:
         self.refused = None
         if reuse:
             self.manager.reload(table, request.tokens)
-            plan.moves += self.manager.take_moves()
         request.table, request.computed = table, table.cached
         if request.cached is None:
             request.cached, request.queued = table.cached, time.monotonic() - request.arrived
@@ -223,12 +220,11 @@ class Scheduler:
             return False
         return not self.running or self.running[-1].order < request.order
 
-    def make_room(self, request: Request, table: Table, length: int, plan: StepPlan) -> bool:
+    def make_room(self, request: Request, table: Table, length: int) -> bool:
         """Room for `length` tokens, taken from those behind `request` if need be. False: there is none to be had."""
-        while (copies := self.manager.grow(table, length)) is None:
+        while self.manager.grow(table, length) is None:
             if not self.take_from_last(request):
                 return False
-        plan.moves += [*self.manager.take_moves(), *copies]
         return True
 
     def take_from_last(self, request: Request) -> bool:

@@ -12,7 +12,7 @@ from graft.engine import scheduler as scheduling
 from graft.engine.core import Request
 from graft.engine.kv.manager import BlockManager
 from graft.engine.params import SamplingParams
-from graft.engine.scheduler import Scheduler, StepPlan
+from graft.engine.scheduler import Scheduler
 from marks import examples
 
 BLOCK = 4
@@ -180,9 +180,9 @@ def test_a_request_knows_how_long_it_waited(monkeypatch):
     assert (first.queued, second.queued) == (2, 2)  # the second at 3
     again = request(3, 1)
     scheduler.add(again)
-    scheduler.admit(again, StepPlan(9))
+    scheduler.admit(again)
     scheduler.preempt(again)
-    scheduler.admit(again, StepPlan(9))
+    scheduler.admit(again)
     assert again.queued == 1  # one that gave way was begun already
 
 

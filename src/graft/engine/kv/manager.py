@@ -76,7 +76,7 @@ class BlockManager:
         self.tables: set[Table] = set()
         self.asked_tokens = self.reused_tokens = self.reloaded_tokens = self.evictions = 0
         self.host = HostLevel(host_blocks) if host_blocks and prefix_reuse else None
-        self.moves: list[Move] = []  # between the levels, not yet taken
+        self.moves: list[Move] = []  # to be made before the next write, in order
         self.events = events
         self.lock = nullcontext() if events is None else events.lock  # held where what is stored changes
         if events is not None:
@@ -133,15 +133,15 @@ class BlockManager:
         self.reloaded_tokens += len(found) * size
 
     def take_moves(self) -> list[Move]:
-        """Between the levels, in order; whoever takes them makes them before the next write."""
+        """All that were decided since the last time; whoever takes them makes them before the next write."""
         taken, self.moves = self.moves, []
         return taken
 
     def grow(self, table: Table, length: int) -> list[Copy] | None:
         """Makes room for `length` tokens, of which those from `table.length` on will be written.
 
-        Returns the copies to make before that write, behind the moves that there are by then, or None where memory
-        does not suffice; then nothing has changed.
+        Returns the copies to make before that write, which are the last of `moves` then, or None where memory does
+        not suffice; then nothing has changed.
         """
         if length <= table.room:
             return []
@@ -157,6 +157,7 @@ class BlockManager:
                 copies.append(Copy(blocks[i], fresh.pop()))
                 self.drop(blocks[i])
                 blocks[i] = copies[-1].target
+            self.moves += copies
             blocks += fresh
             table.room = len(blocks) * self.block_size
             return copies

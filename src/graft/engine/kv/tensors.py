@@ -84,14 +84,27 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def copy_blocks(tensors: Sequence[Tensor], moves: Sequence[Move]) -> None:
-    """No target is another copy's source: targets are blocks that were free. Moves of other kinds are for those who
-    have host memory (kv/offload.py)."""
-    copies = [move for move in moves if isinstance(move, Copy)]
-    if len(copies) < len(moves):
-        raise CacheMisuse("blocks are to move between device and host, and this engine has no host memory for them")
-    if not copies:
-        return
-    sources = torch.tensor([copy.source for copy in copies], device=tensors[0].device)
-    targets = torch.tensor([copy.target for copy in copies], device=tensors[0].device)
+    """In their order, as many at once as do not see each other. Other moves are for those who have host memory
+    (kv/offload.py)."""
+    sources: list[int] = []
+    targets: list[int] = []
+    for move in moves:
+        if not isinstance(move, Copy):
+            raise CacheMisuse(
+                "blocks are to move between device and host, and this engine has no memory for them there"
+            )
+        if move.source in targets or move.target in targets:
+            copy_at_once(tensors, sources, targets)
+            sources, targets = [], []
+        sources.append(move.source)
+        targets.append(move.target)
+    if sources:
+        copy_at_once(tensors, sources, targets)
+
+
+def copy_at_once(tensors: Sequence[Tensor], sources: list[int], targets: list[int]) -> None:
+    """All are read before any is written."""
+    device = tensors[0].device
+    read, written = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
     for tensor in map(raw, tensors):
-        tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+        tensor.index_copy_(0, written, tensor.index_select(0, read))
