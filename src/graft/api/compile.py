@@ -27,6 +27,7 @@ from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
 from graft.capture.static_cache import find_caches, initialize, pack
+from graft.capture.unsupported import refuse_nested, refuse_scripts
 from graft.ir.nodes import placeholders
 from graft.ir.trace import taken_apart, use_level
 from graft.memory.initial import initial_values, written_buffers
@@ -57,11 +58,14 @@ def compile_module(
     dynamic_shapes: Any,
     settings: VariantSettings,
 ) -> CompiledModule:
+    refuse_scripts(module)
     args, kwargs, containers = take_call_apart(args, in_order(module, kwargs))
-    refuse_autocast(devices_of(module, flat(args, kwargs)))
+    values, names = flat(args, kwargs), input_names(module, args, kwargs)
+    refuse_nested(module, values, names)
+    refuse_autocast(devices_of(module, values))
     parts = ModeParts(module)
     if settings.grad == "refuse" and torch.is_grad_enabled():
-        refuse_inputs(flat(args, kwargs), input_names(module, args, kwargs))
+        refuse_inputs(values, names)
     caches = find_caches((args, kwargs))
     initialize(module, args, kwargs, caches)
     packed = pack(args, caches), pack(kwargs, caches)

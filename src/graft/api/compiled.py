@@ -141,9 +141,10 @@ class CompiledModule(torch.nn.Module):
         return self.call(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._devices is None:
-            self._devices = devices_of(self.graph_module, pytree.tree_leaves((args, kwargs)))
-        refuse_autocast(self._devices)
+        devices = self._devices or devices_of(self.graph_module, pytree.tree_leaves((args, kwargs)))
+        if not torch.compiler.is_exporting():  # a trace leaves no attributes behind
+            self._devices = devices
+        refuse_autocast(devices)
         out = kwargs.pop("out") if "out" in kwargs and not self.form.takes("out") else None
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, out=out)

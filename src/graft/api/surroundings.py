@@ -17,7 +17,9 @@ class ModeParts:
     """The modules whose code asks for `training`, or calls a function of its file that does; and those with hooks."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        parts = [(path, part) for path, part in module.named_modules() if asks(part)]
+        # what torch.compile gives has no mode of its own, but that of the module in it
+        own = ((path, part) for path, part in module.named_modules() if "training" in vars(part))
+        parts = [(path, part) for path, part in own if asks(part)]
         self.paths = tuple(path for path, _ in parts)
         self._tables = [vars(part) for _, part in parts]
 

@@ -121,6 +121,8 @@ def owned(values: dict[str, Any], seen: set[int], module: str, table: Any = None
     """Variables that hold something, and what the functions among them close over; all of them, or of one file."""
     for name, value in values.items():
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if str(getattr(value, "__module__", "")).startswith("torch."):
+                continue  # an operator, whose own variables (warnings that were given once) are none of the program's
             if not module or getattr(value, "__module__", module) == module:
                 yield from closed_over(value, seen)
         elif not isinstance(value, CODE) and not name.startswith("__"):

@@ -24,7 +24,7 @@ NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MISSING = object()
 # Objects of these packages are machinery (graphs, loggers, locks), not state of a model; `types` has SimpleNamespace.
-MACHINERY = (sys.stdlib_module_names | {"torch"}) - {"types", "__main__"}
+MACHINERY = (sys.stdlib_module_names | {"torch", "graft"}) - {"types", "__main__"}
 
 
 class Noted:

@@ -241,3 +241,15 @@ def test_warm_says_what_it_takes():
         with pytest.raises(UsageError, match=rf"compiled\.warm\(\[\(x,\)\]\); it was given a {name}"):
             compiled.warm(wrong)
     compiled.warm([(torch.ones(3),), [torch.ones(3)]])
+
+
+def test_arguments_that_are_left_away_have_their_defaults():
+    def program(x, factor=2.0, *, shift=None, power=1):
+        return x * factor**power if shift is None else x + shift
+
+    compiled = graft.compile(program, (torch.ones(3), 2.0), {"shift": None, "power": 1})
+    for call in (compiled(torch.ones(3)), compiled(x=torch.ones(3)), compiled(torch.ones(3), power=1)):
+        torch.testing.assert_close(call, torch.full((3,), 2.0))
+    other = graft.compile(program, (torch.ones(3), 3.0))
+    with pytest.raises(UsageError, match=r"input factor is 2.0, but 3.0 is fixed"):
+        other(torch.ones(3))

@@ -187,3 +187,13 @@ def test_sparse_inputs_and_buffers(kind):
         torch.testing.assert_close(compiled(a, x), module(a, x))
     with pytest.raises(UsageError, match=f"input a is torch.strided, but was torch.{kind}"):
         compiled(torch.randn(4, 4), x)
+
+
+def test_keys_that_are_no_texts_are_saved(tmp_path):
+    x = torch.ones(3)
+    compiled = graft.compile(lambda d: {key: value + key for key, value in d.items()}, ({1: x, 0: x},))
+    compiled.save(tmp_path / "saved")
+    for module in (compiled, graft.load(tmp_path / "saved")):
+        result = module({0: x * 2, 1: x})
+        assert list(result) == [1, 0]
+        torch.testing.assert_close((result[0], result[1]), (x * 2, x + 1))

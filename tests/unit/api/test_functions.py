@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -182,3 +183,16 @@ def test_nodes_stand_in_the_line_of_the_function():
     graph = graft.compile(scaled, (X,)).graph_module.graph
     told = [where(node) for node in graph.nodes if node.op == "call_function"]
     assert told and all("(test_functions.py:" in text for text in told), told
+
+
+def test_operators_of_torch_that_it_closes_over_are_not_its_own_code():
+    """flex_attention notes in a variable of its file that it has warned."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def program(q):
+        return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * 0.5)
+
+    q = torch.randn(1, 2, 16, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(graft.compile(program, (q,))(q), program(q))

@@ -141,3 +141,46 @@ def test_a_list_that_gets_other_tensors_is_refused():
 
     with pytest.raises(CaptureError, match="forward sets weights"):
         graft.compile(Relisted(), (torch.ones(2),))
+
+
+def test_compiled_modules_of_torch_and_of_graft_are_taken_as_what_they_were_made_of():
+    inner, x = nn.Sequential(nn.Linear(4, 4), nn.SiLU()).requires_grad_(False), torch.randn(2, 4)
+    own = graft.compile(inner, (x,))
+    for module in (torch.compile(inner), own, nn.Sequential(torch.compile(inner)), nn.Sequential(own)):
+        compiled = graft.compile(module, (x,))
+        torch.testing.assert_close(compiled(x), inner(x))
+        assert "linear" in [node.name for node in compiled.graph_module.graph.nodes]
+
+
+def test_state_of_a_compiled_submodule_is_written_once():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            self.steps.add_(1)
+            return x * self.steps
+
+    inner = Steps()
+    compiled = graft.compile(nn.Sequential(graft.compile(inner, (torch.ones(2),))), (torch.ones(2),))
+    assert inner.steps == 0
+    torch.testing.assert_close([compiled(torch.ones(2)) for _ in range(2)], [torch.ones(2), torch.full((2,), 2.0)])
+    assert inner.steps == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 4))])
+def test_torchscript_is_refused_by_name(make):
+    module = make(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match=r"it is a \w+ of TorchScript"):
+        graft.compile(module, (torch.ones(1, 4),))
+    with pytest.raises(UsageError, match=r"the module 1 is a \w+ of TorchScript"):
+        graft.compile(nn.Sequential(nn.ReLU(), module), (torch.ones(1, 4),))
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_refused_by_name(layout):
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    with pytest.raises(CaptureError, match="rows is a nested tensor"):
+        graft.compile(lambda rows: rows * 2, (rows,))
