@@ -15,6 +15,7 @@ PLACE = re.compile(r"Graph break in user code at (.+):(\d+)$", re.M)
 ENDS = re.compile(
     r"^ *(?:Explanation|Hint|Developer debug context|For more details about|Stack variable source)", re.M
 )
+UNCOMPILED = "so the whole function runs uncompiled"
 SKIPPED = "Failed to handle graph break gracefully"
 ANOTHER = "*** While handling this graph break, another graph break occurred: ***"
 TRIED = "Encountered graph break when attempting to trace"
@@ -53,7 +54,7 @@ def reason_of(body: str) -> str:
         parts = parts[1:]
     reason = parts[0] if parts else "unknown"
     then = [f"then {told[0]}"] if also and (told := paragraphs(second)) else []
-    return ", ".join([reason, *then, *(["so the whole function runs uncompiled"] if skipped else [])])
+    return ", ".join([reason, *then, *([UNCOMPILED] if skipped else [])])
 
 
 def paragraphs(text: str) -> list[str]:

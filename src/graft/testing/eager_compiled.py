@@ -79,7 +79,9 @@ def run(
     with torch.set_grad_enabled(gradients):
         returned = pytree.tree_leaves(function(*given))
     results = [value for value in returned if isinstance(value, Tensor)]
-    others = [repr(value) for value in returned if not isinstance(value, Tensor)]
+    after = pytree.tree_leaves(given)  # a list that it was given may hold more now
+    tensors += [one for one in after if isinstance(one, Tensor) and not any(one is known for known in tensors)]
+    others = [repr(value) for value in (*returned, *after) if not isinstance(value, Tensor)]
     owner = module if module is not None else function
     buffers = list(owner.buffers()) if isinstance(owner, torch.nn.Module) else []
     if isinstance(owner, torch.nn.Module):

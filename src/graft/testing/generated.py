@@ -11,6 +11,8 @@ import torch
 
 from graft.backends.inductor import generated_code, reset_compiler
 from graft.stages.kernels import GeneratedKernel, read_calls, read_kernels
+from graft.testing.failure import failure
+from graft.testing.fusion import name_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ def generated_kernels(
             result, code = generated_code(compiled, *args, **kwargs)
     finally:
         reset_compiler()
+    if not code:
+        raise failure(
+            f"{name_of(function)} is compiled", "Dynamo made no graph of it, so there is no code to look at",
+            advice="graft stages ask breaks says why",
+        )  # fmt: skip
     trees = [ast.parse(text) for text in code]
     kernels = tuple(kernel for tree in trees for kernel in read_kernels(tree))
     return Generated(result, kernels, tuple(call for tree in trees for call in read_calls(tree)), tuple(code))

@@ -14,6 +14,7 @@ from graft.backends.inductor_caches import without_caches
 from graft.ir.io.text import graph_text, target_text
 from graft.ir.nodes import calls
 from graft.testing.failure import failure
+from graft.testing.fusion import name_of
 
 
 @dataclass(frozen=True)
@@ -73,4 +74,9 @@ def post_grad_graph(
             result = torch.compile(function, backend=backend, dynamic=dynamic)(*args, **kwargs)
     finally:
         reset_compiler()
+    if not graphs:
+        raise failure(
+            f"{name_of(function)} is compiled", "Dynamo made no graph of it, so there is nothing to look at",
+            advice="graft stages ask breaks says why",
+        )  # fmt: skip
     return PostGrad(result, tuple(graphs), tuple(texts["before"]), tuple(texts["after"]))

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from graft.base.errors import UsageError
+from graft.stages.breaks import UNCOMPILED
 from graft.stages.follow import Trail, follow
 from graft.stages.story import AutotuneRecord, Story
 from graft.stages.tell import BackendName, tell_story
@@ -30,8 +32,10 @@ def story_for(
     __tracebackhide__ = True
     story = tell_story(function, [args], backend=backend, dynamic=dynamic, mode=mode, options=options, whole=False)
     unseen = {getattr(story, name).problem for name in ("dynamo", *needed) if getattr(story, name).problem}
+    breaks = [f"{one.line}: {one.reason}" for one in story.dynamo.breaks]
+    if needed and any(one.endswith(UNCOMPILED) for one in breaks):  # a function that it calls; graphs there may be
+        unseen.add("part of it runs uncompiled")
     if unseen and story.end is None:
-        breaks = [f"{one.line}: {one.reason}" for one in story.dynamo.breaks]
         raise failure(
             f"{story.target} is compiled, and seen",
             "; ".join(unseen),
@@ -90,7 +94,7 @@ def assert_fused_together(
     if len(places) < 2:
         raise ValueError("one place is always together with itself; name two or more")
     story = story_for(function, args, options=options, dynamic=dynamic, needed=("post_grad", "kernels"))
-    found = [follow(story, place) for place in places]
+    found = [trails_of(story, place) for place in places]
     shared = set.intersection(*(launches_with(story, trails) for trails in found))
     if not shared:
         lines = [f"{place}: {', '.join(n for t in trails for n in t.kernels) or trails[0].gone}"
@@ -102,6 +106,14 @@ def assert_fused_together(
             [*lines, *why],
             advice="graft stages ask fusion says why two nodes are apart",
         )
+
+
+def trails_of(story: Story, place: str) -> tuple[Trail, ...]:
+    __tracebackhide__ = True
+    try:
+        return follow(story, place)
+    except UsageError as error:
+        raise failure(f"{story.target} has {place}", str(error), advice="name a line or a node that it has") from None
 
 
 def launches_with(story: Story, trails: Sequence[Trail]) -> set[tuple[str, str, int]]:
@@ -159,7 +171,14 @@ def autotune_choices(
     function: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None
 ) -> Sequence[AutotuneRecord]:
     """What autotuning measured for each matmul, the fastest choice first. Weights are frozen: on a CPU, templates are
-    for constant weights alone."""
+    for constant weights alone. Nothing measured is a failure."""
     __tracebackhide__ = True
     with torch._inductor.config.patch({**AUTOTUNE, **(options or {})}):  # Dynamo asks for `freezing`, too
-        return story_for(function, args).kernels.choices
+        story = story_for(function, args, needed=("kernels",))
+    if not story.kernels.choices:
+        called = [f"{kernel.name} of {', '.join(kernel.lines)}" for kernel in story.kernels.kernels]
+        raise failure(
+            "choices that were timed", "autotuning had nothing to choose", called,
+            advice="call it with a matmul whose weight is a parameter, and with sizes that a template takes",
+        )  # fmt: skip
+    return story.kernels.choices

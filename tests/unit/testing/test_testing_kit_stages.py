@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
@@ -17,7 +19,11 @@ from graft.testing import (
     assert_no_graph_breaks,
     assert_no_recompiles,
     autotune_choices,
+    cache_round_trip,
+    generated_kernels,
     matrix,
+    post_grad_graph,
+    round_trip,
 )
 from graft.testing.plugin import stage_problem
 
@@ -215,3 +221,63 @@ def test_buffers_and_results_that_are_no_tensors_are_compared():
     assert_compiled_like_eager(Counting(), (X,), backend="eager")
     with pytest.raises(AssertionError):
         assert_compiled_like_eager(Counting(), (X,), backend=backend)
+
+
+def half(x):
+    return skipped(x.sin()).cos()
+
+
+@pytest.mark.parametrize(
+    "look", [generated_kernels, post_grad_graph, lambda f, x: assert_fused_together(f, (x,), "%a", "%b")]
+)
+def test_there_is_nothing_to_look_at_in_what_is_not_compiled(look):
+    with pytest.raises(AssertionError, match=r"is compiled"):
+        look(skipped, X)
+
+
+def test_a_part_that_runs_uncompiled_is_not_passed_over(monkeypatch):
+    """half is compiled in two graphs; what lies between them may copy as it likes."""
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_args, **_kwargs: lambda *_given: None)
+    for check in (assert_no_copies, lambda f, x: assert_kernel_count(f, x, count=2)):
+        with pytest.raises(AssertionError, match="part of it runs uncompiled"):
+            check(half, X)
+
+
+def test_a_place_that_is_not_there_is_a_failure():
+    with pytest.raises(AssertionError, match=r"has %sine\nfound: .*did you mean 'sin'"):
+        assert_fused_together(chain, (X,), "%sin", "%sine")
+
+
+def test_autotuning_that_measures_nothing_is_a_failure(monkeypatch):
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_args, **_kwargs: lambda *_given: None)
+    with pytest.raises(AssertionError, match="autotuning had nothing to choose"):
+        autotune_choices(chain, X)
+
+
+def keeps(x, kept):
+    kept.append(x + 1)
+    return x * 2
+
+
+def test_what_is_put_into_a_list_is_compared():
+    assert_compiled_like_eager(keeps, (X, []), backend="eager")
+    with pytest.raises(AssertionError, match="the same numbers"):
+        assert_compiled_like_eager(keeps, (X, []), backend=other_backend(lambda out: out + (out - X - 1 == 0) * 1.0))
+
+
+class Writes(torch.nn.Module):
+    """Returns what it wrote: the second of two calls on the same arguments would give the first one's result."""
+
+    def forward(self, x):
+        return x.add_(1)
+
+
+def test_a_cache_that_gives_something_else_is_found_where_results_are_arguments(monkeypatch):
+    x, counted = torch.zeros(4), itertools.count()
+    monkeypatch.setattr(round_trip, "cache_counts", lambda: {"hit": next(counted), "miss": 0, "bypass": 0})
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    trip = cache_round_trip(Writes(), (x,), route="inductor")
+    assert torch.equal(trip.first, torch.ones(4)) and torch.equal(trip.second, torch.ones(4)) and not x.any()
+    monkeypatch.setattr(torch, "compile", lambda module, **_: lambda x: module(x).add_(next(counted)))
+    with pytest.raises(AssertionError, match="the same bits after a round trip"):
+        cache_round_trip(Writes(), (x,), route="inductor")
