@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,59 +20,18 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
+from graft.stages.bucket_story import BucketCall, BucketStory, PieceCompiled
 from graft.stages.caches import KINDS, own_caches
 from graft.stages.ends import first_line
 from graft.stages.kernels import read_source
 from graft.stages.needs import Reached
 from graft.stages.recompiles import SeenFailures, read_recompilations, watch_failures
 from graft.stages.runtime import SeenRuntime, watch_runtime
-from graft.stages.story import Recompilation, StoryEnd
-from graft.stages.tell import device_of
+from graft.stages.story import StoryEnd
+from graft.stages.tell import Keeper, device_of
 from graft.stages.trace import TraceCollector, tracing_rows
 
 NEEDS = ("torch._inductor:standalone_compile",)
-
-
-@dataclass(frozen=True)
-class PieceCompiled:
-    """how: compiled, or out of the cache: an equal piece was compiled for this size before."""
-
-    size: int
-    piece: int
-    how: str
-    seconds: float
-    kernels: int
-    captured: bool
-    reason: str = ""  # why no CUDA graph
-
-
-@dataclass(frozen=True)
-class BucketCall:
-    """One call: whether Dynamo traced for it, what was compiled for it, and how many pieces had been before."""
-
-    size: int
-    seconds: float
-    traced: bool
-    compiled: tuple[PieceCompiled, ...]
-    reused: int
-
-
-@dataclass(frozen=True)
-class BucketStory:
-    """calls: one for each size, then all once more. pieces: calls in each. left: ops that stay as they are."""
-
-    target: str
-    torch: str
-    device: str
-    split_at: tuple[str, ...]
-    pieces: tuple[int, ...] = ()
-    left: tuple[str, ...] = ()
-    calls: tuple[BucketCall, ...] = ()
-    recompilations: tuple[Recompilation, ...] = ()
-    end: StoryEnd | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -184,8 +143,10 @@ def tell_buckets(
     split_at: Sequence[str] = ("attention",),
     dynamic: bool | None = True,
     options: Mapping[str, Any] | None = None,
+    keeper: Keeper | None = None,
 ) -> BucketStory:
-    """calls: the arguments for each size. Every size is called twice; the second time nothing is left to compile."""
+    """calls: the arguments for each size. Every size is called twice; the second time nothing is left to compile.
+    keeper: is given the story so far before each call."""
     trust_instruction_sets()
     device = device_of(function, list(calls.values()))
     given = {"triton.cudagraphs": True, **(options or {})}
@@ -196,7 +157,7 @@ def tell_buckets(
     reset_compiler()
     try:
         with (
-            own_caches(),
+            own_caches(keeper.folder if keeper is not None else None),
             tracing_rows() as trace,
             watch_runtime(seen, Reached()),
             watch_failures(failures),
@@ -206,8 +167,11 @@ def tell_buckets(
             compiled = torch.compile(function, backend=run.backend, dynamic=dynamic)
             try:
                 for size, args in [*calls.items(), *calls.items()]:
+                    if keeper is not None:
+                        keeper.at(0, f"calling size {size}")
+                        keeper.story(replace(story, pieces=run.pieces, left=run.left, calls=tuple(made)))
                     made.append(one_call(run, compiled, size, args))
-            except Exception as error:  # noqa: BLE001  whatever a program raises ends its story, and is told there
+            except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a program raises ends its story, and is told there
                 end = StoryEnd(0, f"calling size {run.size}", first_line(error))
             found = read_recompilations(trace, failures)
     finally:

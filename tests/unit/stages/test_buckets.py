@@ -12,7 +12,8 @@ import stage_programs as programs
 from graft.base.errors import UsageError
 from graft.cli.app import app
 from graft.stages import buckets
-from graft.stages.buckets import BucketRun, BucketStory, split_graph, tell_buckets
+from graft.stages.bucket_story import BucketStory
+from graft.stages.buckets import BucketRun, split_graph, tell_buckets
 from graft.stages.needs import missing
 from graft.stages.runtime import SeenRuntime
 from graft.stages.trace import tracing_rows
@@ -91,6 +92,8 @@ def test_a_function_has_inputs_for_each_size():
         (("--buckets", "1", "-o", "x"), "-o is not for --buckets"),
         (("--buckets", "1", "--backend", "graft"), "with Inductor, not with graft"),
         (("--buckets", "1", "--dynamic", "maybe"), "write auto, true or false"),
+        (("--buckets", "1", "--tokens", "3"), "--tokens is not for --buckets"),
+        (("--buckets", "1", "--dtype", "float16"), "--dtype does nothing to a function"),
     ],
 )
 def test_bad_requests_end_in_one_line(words, message):

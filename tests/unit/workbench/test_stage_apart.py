@@ -8,11 +8,14 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor.async_compile import AsyncCompile
 
 import stage_hostile as hostile
 import stage_programs as programs
 from graft.base.errors import GraftError, RunMismatch, UsageError
+from graft.stages.bucket_story import BucketStory
+from graft.stages.buckets import tell_buckets
 from graft.stages.story import Story
 from graft.stages.tell import tell_story
 from graft.workbench.stages.apart import tell_apart
@@ -65,6 +68,17 @@ def test_a_pass_that_ends_its_process_is_told_as_that():
 
     story = apart(programs.longer, programs.longer_inputs(), options={"post_grad_custom_post_pass": ending})
     assert story.end and story.end.stage == 3 and story.end.error == "the process left with code 7"
+
+
+def test_a_size_whose_call_ends_the_process_is_told():
+    def leaving(x):
+        torch._dynamo.graph_break()
+        return os._exit(5) if x.shape[0] == 3 else x
+
+    calls = {2: (torch.ones(2),), 3: (torch.ones(3),)}
+    story = tell_apart(lambda keeper: tell_buckets(leaving, calls, keeper=keeper), "f", BucketStory)
+    assert story.end and str(story.end).endswith("calling size 3: the process left with code 5")
+    assert [call.size for call in story.calls] == [2]
 
 
 def raising(error):

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from graft.base.errors import UsageError, near
-from graft.cli.alone import process
+from graft.base.errors import UsageError
 from graft.cli.aside import output_aside
 from graft.cli.documents import print_json
 from graft.cli.guard import guarded
+from graft.cli.inspect.stage_options import (
+    DYNAMIC,
+    check_dynamic,
+    check_function,
+    check_mode,
+    check_used,
+    in_own_process,
+    index_options,
+    read_options,
+    read_sizes,
+)
 from graft.cli.options import Device, DType, Json
-from graft.cli.waiting import end_waiting
 
 if TYPE_CHECKING:
+    from graft.stages.bucket_story import BucketStory
     from graft.stages.story import Story
     from graft.stages.tell import Keeper
     from graft.workbench.diff_text import StyledLine
@@ -42,7 +51,6 @@ IndexAsserts = Annotated[
         show_default=False,
     ),
 ]
-DYNAMIC = {"auto": None, "true": True, "false": False}
 
 
 class DefaultGroup(TyperGroup):
@@ -99,7 +107,7 @@ def show(
 
     given = [*(options or []), *index_options(index_asserts)]
     if buckets:
-        unused = {"--stage": stage, "-o": output, "--values": values, "--mode": mode}
+        unused = {"--stage": stage, "-o": output, "--values": values, "--mode": mode, "--tokens": tokens != "8"}
         show_buckets(target, buckets, split_at, backend, dynamic, given, dtype, device, unused, as_json)
         return
     shown = fresh and (stage in (None, 7) or output is not None)
@@ -118,10 +126,8 @@ def show_buckets(
     target: str, buckets: str, split_at: str, backend: str, dynamic: str, options: list[str], dtype: str, device: str,
     unused: dict[str, Any], as_json: bool,
 ) -> None:  # fmt: skip
-    from graft.cli.show import progress_bar
-    from graft.stages.buckets import tell_buckets
+    from graft.stages.bucket_story import BucketStory
     from graft.workbench.stages.bucket_text import bucket_lines
-    from graft.workbench.stages.targets import bucket_target
 
     sizes, words = read_sizes(buckets), tuple(word.strip() for word in split_at.split(",") if word.strip())
     for name, value in unused.items():
@@ -130,13 +136,13 @@ def show_buckets(
     if backend != "inductor":
         raise UsageError(f"--buckets compiles pieces with Inductor, not with {backend}")
     check_dynamic(dynamic)
-    given = read_options(options)
-    with progress_bar() as progress, output_aside():
-        found = bucket_target(target, sizes, progress, dtype=dtype, device=device)
-        progress("compiling in pieces", 0, 1)
-        calls = dict(zip(sizes, found.calls, strict=True))
-        free = True if dynamic == "auto" else DYNAMIC[dynamic]
-        story = tell_buckets(found.function, calls, target=found.name, split_at=words, dynamic=free, options=given)
+    check_function(target, {"--dtype": dtype != "auto", "--device": device != "auto"})
+    free = True if dynamic == "auto" else DYNAMIC[dynamic]
+
+    def make(keeper: Keeper | None = None) -> BucketStory:
+        return new_buckets(target, sizes, words, free, options, dtype, device, keeper)
+
+    story = in_own_process(make, target, BucketStory)
     if as_json:
         print_json("stages-buckets", story.to_dict())
     else:
@@ -145,33 +151,22 @@ def show_buckets(
         raise typer.Exit(1)
 
 
-def read_sizes(text: str) -> list[int]:
-    from graft.cli.measure.bench import read_numbers
+def new_buckets(
+    target: str, sizes: list[int], words: tuple[str, ...], dynamic: bool | None, options: list[str], dtype: str,
+    device: str, keeper: Keeper | None,
+) -> BucketStory:  # fmt: skip
+    from graft.cli.show import progress_bar
+    from graft.stages.buckets import tell_buckets
+    from graft.workbench.stages.targets import bucket_target
 
-    sizes = list(dict.fromkeys(read_numbers("buckets", text)))
-    if min(sizes) < 1:
-        raise UsageError(f"--buckets takes sizes of at least 1, not {text!r}")
-    return sizes
-
-
-def check_mode(mode: str) -> None:
-    import torch
-
-    known = [name for name in torch._inductor.list_mode_options() if name != "default"]
-    if mode and mode != "default" and mode not in known:
-        raise UsageError(f"--mode {mode}: torch.compile has no such mode{near(mode, known)}")
-
-
-def check_used(target: str, words: Mapping[str, bool]) -> None:
-    """words: what was given that such a target has no use for."""
-    for name, given in words.items():
-        if given:
-            raise UsageError(f"{name} does nothing to {target}: leave it out")
-
-
-def check_dynamic(dynamic: str) -> None:
-    if dynamic not in DYNAMIC:
-        raise UsageError(f"--dynamic {dynamic}: write auto, true or false")
+    given = read_options(options)
+    with progress_bar() as progress, output_aside():
+        found = bucket_target(target, sizes, progress, dtype=dtype, device=device)
+        progress("compiling in pieces", 0, 1)
+        calls = dict(zip(sizes, found.calls, strict=True))
+        return tell_buckets(
+            found.function, calls, target=found.name, split_at=words, dynamic=dynamic, options=given, keeper=keeper
+        )
 
 
 def story_of(
@@ -180,6 +175,7 @@ def story_of(
     enough: str = "inductor",
 ) -> Story:  # fmt: skip
     """enough: the backend where none is asked for."""
+    from graft.stages.story import Story
     from graft.workbench.stages.saved import is_story, open_story
 
     check_dynamic(dynamic)
@@ -196,19 +192,12 @@ def story_of(
     backend = backend or enough
     if backend == "eager":
         check_used("--backend eager, which compiles nothing", {"--mode": bool(mode), "--option": bool(options)})
-    if ".py:" in target:
-        settings = {"--tokens": tokens != "8", "--dtype": dtype != "auto", "--device": device != "auto"}
-        check_used("a function, whose inputs say it", settings)
+    check_function(target, {"--tokens": tokens != "8", "--dtype": dtype != "auto", "--device": device != "auto"})
 
     def make(keeper: Keeper | None = None) -> Story:
         return new_story(target, backend, dynamic, mode, options or [], tokens, dtype, device, values, fresh, keeper)
 
-    if not process.alone:
-        return make()
-    from graft.workbench.stages.apart import tell_apart
-
-    end_waiting()  # its thread is none of the other process
-    return tell_apart(make, target)
+    return in_own_process(make, target, Story)
 
 
 def new_story(
@@ -231,33 +220,6 @@ def new_story(
             found.function, found.calls, target=found.name, backend=backend, dynamic=DYNAMIC[dynamic],  # pyrefly: ignore
             mode=mode or None, options=given, values=values, elsewhere=again if fresh else None, keeper=keeper,
         )  # fmt: skip
-
-
-def index_options(asserts: bool | None) -> list[str]:
-    """The options of Inductor by which generated code checks indices."""
-    if asserts is None:
-        return []
-    return [f"assert_indirect_indexing={asserts}", f"debug_index_asserts={asserts}"]
-
-
-def read_options(given: list[str]) -> dict[str, Any]:
-    """`freezing=true` → {"freezing": True}, checked against those that Inductor has."""
-    import yaml
-
-    from graft.backends import InductorSettings
-    from graft.backends.inductor import inductor_patches
-
-    found = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--option {text}: write KEY=VALUE")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--option {text}: {value!r} is no value of YAML: {error.__class__.__name__}") from error
-    inductor_patches(InductorSettings(options=found, fix=False))
-    return found
 
 
 def print_lines(lines: list[StyledLine]) -> None:

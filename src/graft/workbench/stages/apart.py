@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from graft.base.errors import GraftError, UsageError
-from graft.stages.story import Story, StoryEnd
-from graft.workbench.stages.saved import FILE, open_story, story_text
+from graft.stages.story import Story, StoryEnd, revive
+from graft.workbench.stages.saved import FILE, story_text
 
+T = TypeVar("T")
 STEP, ERROR, DONE = "step.json", "error.json", "done"
 CHECK = "index out of bounds"
 INTERRUPT = {signal.SIGINT}
@@ -36,7 +37,7 @@ class FileKeeper:
     def at(self, stage: int, doing: str) -> None:
         self.write(STEP, json.dumps([stage, doing]))
 
-    def story(self, story: Story) -> None:
+    def story(self, story: Any) -> None:
         self.write(FILE, story_text(story))
 
     def write(self, name: str, text: str) -> None:
@@ -46,10 +47,10 @@ class FileKeeper:
         new.replace(self.folder / name)
 
 
-def tell_apart(make: Callable[[FileKeeper], Story], target: str) -> Story:
-    """`make(keeper)` in a forked process; errors of graft's are raised here. Of a process that was ended by something
-    else, the story up to there. Nothing may run here yet that does not live on in a forked process: no GPU, no
-    threads of OpenMP."""
+def tell_apart(make: Callable[[FileKeeper], T], target: str, kind: type[T] = Story) -> T:
+    """`make(keeper)`, a story of this kind, in a forked process; errors of graft's are raised here. Of a process that
+    was ended by something else, the story up to there. Nothing may run here yet that does not live on in a forked
+    process: no GPU, no threads of OpenMP."""
     with tempfile.TemporaryDirectory(prefix="graft-stages-") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -64,11 +65,17 @@ def tell_apart(make: Callable[[FileKeeper], Story], target: str) -> Story:
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         if (folder / DONE).is_file():  # what comes after it, as at the end of an interpreter, is nobody's business
-            return open_story(folder)
-        return what_is_left(folder, target, code)
+            return read(folder, kind)
+        return what_is_left(folder, target, code, kind)
 
 
-def work(folder: Path, make: Callable[[FileKeeper], Story]) -> NoReturn:
+def read(folder: Path, kind: type[T]) -> T:
+    data = json.loads((folder / FILE).read_text())
+    data.pop("format")
+    return revive(kind, data)
+
+
+def work(folder: Path, make: Callable[[FileKeeper], Any]) -> NoReturn:
     """In the forked process, which ends here whatever happens."""
     code = 1
     try:
@@ -133,15 +140,16 @@ def end(child: int) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def what_is_left(folder: Path, target: str, code: int) -> Story:
+def what_is_left(folder: Path, target: str, code: int, kind: type[T]) -> T:
     how = (
         f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"the process left with code {code}"
     )
     if not (folder / FILE).is_file():
         raise UsageError(f"{target} cannot be used: {how} before anything was compiled")
-    story = open_story(folder)
+    story: Any = read(folder, kind)
     stage, doing = json.loads((folder / STEP).read_text())
-    checked = [one.name for one in story.kernels.kernels if CHECK in one.source and one.graph in doing]
+    kernels = story.kernels.kernels if isinstance(story, Story) else ()
+    checked = [one.name for one in kernels if CHECK in one.source and one.graph in doing]
     if stage == 6 and checked and code < 0:
         how += f"; indices are checked in {' and '.join(checked)}, where a failed check in a parallel loop ends it so"
     return replace(story, end=StoryEnd(stage, doing, how))

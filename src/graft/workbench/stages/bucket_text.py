@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graft.stages.buckets import BucketCall, BucketStory
+from graft.stages.bucket_story import BucketCall, BucketStory
 from graft.workbench.diff_text import StyledLine
 from graft.workbench.stages.text import end_lines
 

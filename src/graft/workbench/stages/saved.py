@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from graft.base.errors import DumpError
 from graft.base.files import write_together
@@ -40,7 +41,7 @@ def save_story(story: Story, folder: Path) -> None:
     write_together(files)
 
 
-def story_text(story: Story) -> str:
+def story_text(story: Any) -> str:
     return json.dumps({"format": FORMAT, **story.to_dict()}, indent=1) + "\n"
 
 
