@@ -10,12 +10,14 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from graft.base.errors import EngineGone, UsageError
 from graft.serve.app import make_app
+from graft.serve.connections import Connection
 from graft.serve.keep import EngineKeeper
 from graft.serve.link import EngineLink
 from graft.serve.options import ServeOptions
@@ -49,7 +51,8 @@ class Serving(EngineKeeper):
         self.socket = listening(options.host, options.port)
         self.url = url_of(self.socket, "http" if options.ssl_certfile is None else "https")
         self.publisher = publisher_of(options, self.link)
-        self.server = QuietServer(uvicorn.Config(make_app(self.state), **UVICORN, **tls(options)))
+        connection: Any = partial(Connection, slow=options.slow_client_timeout, metrics=self.state.metrics)
+        self.server = QuietServer(uvicorn.Config(make_app(self.state), http=connection, **UVICORN, **tls(options)))
 
     async def main(self) -> int:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what matters is in our own lines
