@@ -23,6 +23,7 @@ NPM = "openai@6.49.0"
 # what they need, pinned: environment, packages
 PINS = {
     "openai": ("clients", ["openai==3.49.0"]),
+    "anthropic": ("clients", ["anthropic==2.10.0"]),
     "langchain": ("clients", ["langchain-openai==1.7.3"]),
     "llm": ("clients", ["llm==0.36"]),
     "litellm": ("inst", ["litellm==1.106.2"]),

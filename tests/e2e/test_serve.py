@@ -141,6 +141,32 @@ def test_all_at_once_whole_and_streamed_are_the_tokens_of_generate(llm, plain):
                 assert all(len(top) <= 3 for top in found["logprobs"]["top_logprobs"])
 
 
+def test_messages_have_the_tokens_of_generate(plain, llm):
+    """Anthropic's API: the same prompt, what the assistant began included, and stop strings by name."""
+    began = [*USER, {"role": "assistant", "content": "jumps"}]
+    body = {"messages": began, "temperature": 0, "max_tokens": 20}
+    prompt = [*llm.chat_prompt(USER), *llm.tokenizer.encode("jumps", add_special_tokens=False)]
+    (expected,) = llm.generate([prompt], graft.SamplingParams(max_tokens=20))
+    answer = plain.post("/v1/messages", json=body).json()
+    assert answer["content"] == [{"type": "text", "text": expected.text}]
+    counted = plain.post("/v1/messages/count_tokens", json={"messages": began}).json()["input_tokens"]
+    usage = answer["usage"]
+    assert counted == len(prompt) == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    asked = {"messages": began, "continue_final_message": True, "temperature": 0, "max_tokens": 20}
+    (choice,) = plain.post("/v1/chat/completions", json=asked).json()["choices"]
+    assert choice["message"]["content"] == expected.text
+    assert plain.post("/tokenize", json=asked).json()["tokens"] == prompt
+    stop = expected.text[4]
+    stopped = plain.post("/v1/messages", json={**body, "stop_sequences": ["never", stop]}).json()
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", stop)
+    assert stopped["content"][0]["text"] == expected.text.partition(stop)[0]
+    lines = plain.post("/v1/messages", json={**body, "stream": True}).text.splitlines()
+    told = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    deltas = [one["delta"] for one in told if one["type"] == "content_block_delta"]
+    assert "".join(one["text"] for one in deltas) == expected.text and len(deltas) > 1
+    assert told[-2]["usage"]["output_tokens"] == len(expected.token_ids)
+
+
 def test_chat_by_openais_client(client, llm):
     (expected,) = llm.generate([llm.chat_prompt(USER)], graft.SamplingParams(max_tokens=20))
     asked = {"model": "tiny-served", "messages": USER, "temperature": 0, "max_completion_tokens": 20}
@@ -271,7 +297,7 @@ def node_has_openai():
     )
 
 
-@pytest.mark.parametrize("language", ["sh", "python", 'python title="LangChain"', "js"])
+@pytest.mark.parametrize("language", ["sh", 'sh title="Anthropic"', "python", 'python title="LangChain"', "js"])
 def test_the_examples_of_the_documentation_run(server, capsys, language):
     if "LangChain" in language:
         pytest.importorskip("langchain_openai")
@@ -290,7 +316,8 @@ def test_the_examples_of_the_documentation_run(server, capsys, language):
             assert capsys.readouterr().out.strip()
         elif shutil.which("curl"):
             done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
-            assert '"choices":[{"index":0' in done.stdout, done.stdout
+            expected = '"content":[{"type":"text"' if "Anthropic" in language else '"choices":[{"index":0'
+            assert expected in done.stdout, done.stdout
 
 
 def events_of(lines, until):

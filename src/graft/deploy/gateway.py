@@ -23,11 +23,11 @@ from graft.base.errors import EngineGone, GraftError, HttpRefused, ReplicaLost
 from graft.deploy.names import directory_actor, this_replica
 from graft.deploy.routing_state import STATE
 from graft.deploy.spec import AppSpec
-from graft.serve.generation import new_id
-from graft.serve.http import ClientGone, error_response, error_value, read_body
+from graft.serve.generation import CHATS, new_id, prompt_of
+from graft.serve.http import ClientGone, error_of, error_response, read_body
 from graft.serve.keys import ApiKeys
-from graft.serve.protocol import answers, requests, values
-from graft.serve.protocol.responses import response
+from graft.serve.protocol import requests, values
+from graft.serve.protocol.errors import error_event
 from graft.serve.text import ServedText
 from graft.serve.wire import ServedModel
 
@@ -74,30 +74,25 @@ class Gateway:
             tokens = await self.prompt(http, body)
             begun = await self.begin(scope, body, tokens)
         except GraftError as error:
-            return error_response(error)
+            return error_response(error, http.url.path)
         except ClientGone:
             return Response(status_code=499)
-        made = StreamingResponse(self.pieces(begun), begun.status)
+        made = StreamingResponse(self.pieces(begun, http.url.path), begun.status)
         made.raw_headers = [pair for pair in begun.headers if pair[0].lower() != b"x-request-id"]  # Ray Serve adds it
         return made
 
     async def prompt(self, http: HttpRequest, body: bytes) -> list[int]:
         """The tokens that caches know it by; none where it is no prompt, or none that a replica would take: that one
         says why."""
-        if not self.keys.allow(http.headers.get("authorization", "").encode()):
+        if not self.keys.allow(*(http.headers.get(name, "").encode() for name in ("authorization", "x-api-key"))):
             return []
         names = self.options.names
         with suppress(GraftError):
             if http.url.path == "/v1/completions":
                 asked = requests.completion(values.parse_json(body), names, self.model.vocabulary).prompts[0]
                 return await self.text.encode(asked) if isinstance(asked, str) else asked
-            if http.url.path in ("/v1/chat/completions", "/v1/responses"):
-                read = requests.chat if http.url.path == "/v1/chat/completions" else response
-                chat = read(values.parse_json(body), names)
-                tools = None if chat.tools is None else chat.tools.tools
-                return await self.text.chat(
-                    chat.messages, generation=chat.generation_prompt, options=chat.template_options, tools=tools
-                )
+            if (read := CHATS.get(http.url.path)) is not None:
+                return await prompt_of(read(values.parse_json(body), names), self.text)
         return []
 
     async def begin(self, scope: dict[str, Any], body: bytes, tokens: list[int]) -> Begun:
@@ -134,7 +129,7 @@ class Gateway:
         if isinstance(error, (RayTaskError, TaskCancelledError)):
             raise error
 
-    async def pieces(self, begun: Begun) -> AsyncGenerator[bytes]:
+    async def pieces(self, begun: Begun, path: str) -> AsyncGenerator[bytes]:
         try:
             yield begun.first
             async for piece in begun.rest:
@@ -145,7 +140,7 @@ class Gateway:
             if not begun.streams:
                 raise
             self.lost += 1
-            yield answers.event(error_value(ReplicaLost(1)))
+            yield error_event(path, error_of(ReplicaLost(1), path))
         finally:
             begun.rest.cancel()  # where the client has left; one that is over takes no notice
 

@@ -18,12 +18,19 @@ from graft.base.errors import HttpRefused
 from graft.serve.cache_events import EventReader, event_stream
 from graft.serve.dashboard import dashboard_stream
 from graft.serve.embedding import Embedding, asked_embeddings, from_embeddings
-from graft.serve.generation import Generation, from_chat, from_completion, from_response
+from graft.serve.generation import (
+    Generation,
+    from_chat,
+    from_completion,
+    from_message,
+    from_response,
+    prompt_of,
+)
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
 from graft.serve.openapi import openapi
 from graft.serve.pages import page
-from graft.serve.protocol import requests, values
+from graft.serve.protocol import messages, requests, values
 from graft.serve.protocol.responses import response
 from graft.serve.protocol.tools import asked_tools
 from graft.serve.state import ServerState
@@ -51,6 +58,21 @@ async def responses(state: ServerState, http: HttpRequest) -> Response:
     text, model = state.loaded_to("generate", http.scope["path"])
     asked = response(body, state.options.names)
     return await respond(state, http, await from_response(asked, text, model, http.state.request_id, body))
+
+
+async def anthropic_messages(state: ServerState, http: HttpRequest) -> Response:
+    body = await json_body(state, http)
+    text, model = state.loaded_to("generate", http.scope["path"])
+    asked = messages.message_request(body, state.options.names)
+    return await respond(state, http, await from_message(asked, text, model, http.state.request_id))
+
+
+async def count_tokens(state: ServerState, http: HttpRequest) -> Response:
+    """Anthropic's: how long a prompt would be."""
+    body = await json_body(state, http)
+    text, _ = state.loaded_to("generate", http.scope["path"])
+    asked = messages.message_request(body, state.options.names, counting=True)
+    return json_response({"input_tokens": len(await prompt_of(asked, text))})
 
 
 async def respond(state: ServerState, http: HttpRequest, made: Generation | Embedding) -> Response:
@@ -90,11 +112,12 @@ async def tokenize(state: ServerState, http: HttpRequest) -> Response:
     text, served = state.loaded
     requests.served_name(body, state.options.names)
     if body.get("messages") is not None:
-        messages, options = requests.messages(body["messages"]), requests.template_options(body)
-        generation = values.boolean(body, "add_generation_prompt", True)
-        tools = asked_tools(body)
+        said, options, tools = requests.messages(body["messages"]), requests.template_options(body), asked_tools(body)
+        turn = requests.turn(body, said)
         shown = None if tools is None else tools.tools
-        ids = await text.chat(messages, generation=generation, options=options, tools=shown)
+        ids = await text.chat(
+            said, generation=turn["generation_prompt"], options=options, tools=shown, continues=turn["continues"]
+        )
     else:
         special = values.boolean(body, "add_special_tokens", True)
         ids = await text.encode(values.text(body.get("prompt"), "prompt"), special)
@@ -173,6 +196,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (  # looked through in this order
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
+    ("POST", messages.PATH, anthropic_messages),
+    ("POST", f"{messages.PATH}/count_tokens", count_tokens),
     ("GET", "/", partial(show_page, "chat")),
     ("GET", "/dashboard", partial(show_page, "dashboard")),
     ("GET", "/v1/dashboard", dashboard),
@@ -196,7 +221,7 @@ def make_app(state: ServerState) -> ASGIApp:
     guard = Guard(Router(routes, redirect_slashes=False), state)
     if not state.options.allowed_origins:
         return guard
-    headers, exposed = ("Authorization", "Content-Type", "X-Request-Id"), ("X-Request-Id", "Retry-After")
-    return CORSMiddleware(
-        guard, state.options.allowed_origins, ("GET", "POST"), headers, expose_headers=exposed, max_age=PREFLIGHT
+    exposed = ("X-Request-Id", "Request-Id", "Retry-After")
+    return CORSMiddleware(  # any header: clients' own libraries send a dozen of theirs (X-Stainless-…)
+        guard, state.options.allowed_origins, ("GET", "POST"), ("*",), expose_headers=exposed, max_age=PREFLIGHT
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,9 +17,13 @@ from graft.serve.protocol import answers
 from graft.serve.protocol.answers import Envelope
 from graft.serve.protocol.choices import Choice, Piece
 from graft.serve.protocol.completions import CompletionFormat
-from graft.serve.protocol.requests import AskedChat, AskedCompletion
+from graft.serve.protocol.message_format import MessageFormat
+from graft.serve.protocol.messages import PATH as MESSAGES
+from graft.serve.protocol.messages import message_request
+from graft.serve.protocol.requests import AskedChat, AskedCompletion, chat
 from graft.serve.protocol.response_items import ResponseFormat
-from graft.serve.protocol.sampling import as_refused, check_biases, check_scores, fitted
+from graft.serve.protocol.responses import response
+from graft.serve.protocol.sampling import as_refused, check_barred, check_biases, check_scores, fitted
 from graft.serve.protocol.structure import AskedSchema
 from graft.serve.protocol.tools import AskedTools
 from graft.serve.protocol.values import Json
@@ -30,6 +34,10 @@ from graft.serve.tools.reasoning import ThinkParser, begins_inside
 from graft.serve.wire import AnswerRow, ServedModel, TokenLogprobs
 
 TAIL = 16  # tokens of a prompt in which a mark at its end lies
+# how endpoints that answer a conversation read what they are asked
+CHATS: Mapping[str, Callable[[Json, Sequence[str]], AskedChat]] = {
+    "/v1/chat/completions": chat, "/v1/responses": response, MESSAGES: message_request,
+}  # fmt: skip
 
 
 class AnswerFormat(Protocol):
@@ -142,6 +150,7 @@ async def from_completion(
         _ = text.known  # stop strings need a tokenizer
     envelope = Envelope(f"cmpl-{request_id}", int(time.time()), asked.model, chat=False)
     check_biases(asked.params, model.vocabulary)
+    check_barred(asked.params, model.vocabulary, model.end_tokens)
     params = [await structured(one, asked.schema, text) for one in params]
     made = CompletionFormat(asked, envelope, prompts, text, before)
     return Generation(prompts, params, asked.stream, text, made, asked.silent)
@@ -166,7 +175,9 @@ def thinker_for(asked: AskedChat, prompt: list[int], text: ServedText) -> Callab
     marks = text.think_marks
     if marks is None or asked.schema is not None:
         return None
-    inside = begins_inside(marks, text.decode(prompt[-TAIL:], skip_special_tokens=False))
+    before = asked.messages[-1]["content"] if asked.continues else ""
+    inside = before.rfind(marks.opening) > before.rfind(marks.closing)
+    inside = inside or begins_inside(marks, text.decode(prompt[-TAIL:], skip_special_tokens=False))
     return lambda: ThinkParser(marks, "inside" if inside else "before")
 
 
@@ -185,12 +196,25 @@ async def from_response(
     return chat_generation(asked, ids, params, text, made)
 
 
+async def from_message(asked: AskedChat, text: ServedText, model: ServedModel, request_id: str) -> Generation:
+    ids, params = await chat_prompt(asked, text, model)
+    made = MessageFormat(asked, request_id, len(ids), params.max_tokens)
+    return chat_generation(asked, ids, params, text, made)
+
+
+async def prompt_of(asked: AskedChat, text: ServedText) -> list[int]:
+    tools = None if asked.tools is None else asked.tools.tools
+    return await text.chat(
+        asked.messages, generation=asked.generation_prompt, options=asked.template_options, tools=tools,
+        continues=asked.continues,
+    )  # fmt: skip
+
+
 async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) -> tuple[list[int], SamplingParams]:
     check_biases(asked.params, model.vocabulary)
-    tools = None if asked.tools is None else asked.tools.tools
-    options = asked.template_options
-    ids = await text.chat(asked.messages, generation=asked.generation_prompt, options=options, tools=tools)
-    params = fitted(asked.params, len(ids), model.context, model.cache_tokens)
+    check_barred(asked.params, model.vocabulary, model.end_tokens)
+    ids = await prompt_of(asked, text)
+    params = fitted(asked.params, len(ids), model.context, model.cache_tokens, clamped=asked.clamped)
     check_scores(params, len(ids), "prompt_logprobs")
     return ids, await structured(params, asked.schema or strict_calls(asked.tools, text), text)
 

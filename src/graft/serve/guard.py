@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
@@ -14,7 +15,7 @@ from graft.serve.embedding import Embedding
 from graft.serve.generation import Generation, new_id
 from graft.serve.http import ClientGone, SlowClient, error_response, json_response, status_of
 from graft.serve.logs import print_traceback
-from graft.serve.protocol.answers import error_body
+from graft.serve.protocol.errors import error_value, of_messages
 from graft.serve.state import ServerState
 
 OPEN = {
@@ -42,7 +43,8 @@ class Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
+            names = (b"x-request-id", b"request-id")[: 1 + of_messages(self.scope["path"])]  # Anthropic's name, too
+            message["headers"] = [*message["headers"], *((name, self.id.encode()) for name in names)]
         await self.send_on(message)
 
 
@@ -62,15 +64,16 @@ class Guard:
         scope["app"] = self  # so that the router raises what it does not find
         ended: str | None = "cancelled"
         try:
-            ended = await self.serve(exchange, headers.get(b"authorization", b""))
+            ended = await self.serve(exchange, headers)
         finally:
             self.close(exchange, ended)
 
-    async def serve(self, exchange: Exchange, key: bytes) -> str | None:
+    async def serve(self, exchange: Exchange, headers: Mapping[bytes, bytes]) -> str | None:
         """How it ended, where it did not end well."""
         scope, receive, send = exchange.scope, exchange.receive, exchange.send
         try:
-            if scope["path"] not in OPEN and not self.state.keys.allow(key):
+            keys = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
+            if scope["path"] not in OPEN and not self.state.keys.allow(*keys):
                 raise HttpRefused("the API key is missing or wrong", status=401, code="invalid_api_key")
             await self.app(scope, receive, send)
         except ClientGone:
@@ -79,18 +82,18 @@ class Guard:
             self.state.metrics.slow_clients += 1
             return "slow client"  # the response is not whole, so uvicorn closes the connection
         except HTTPException as error:
-            told = error_body(f"{scope['method']} {scope['path']}: {error.detail}", error.status_code)
-            headers = dict(error.headers or {})
-            await json_response(told, error.status_code, headers)(scope, receive, send)
+            told = f"{scope['method']} {scope['path']}: {error.detail}"
+            value, more = error_value(scope["path"], told, error.status_code), dict(error.headers or {})
+            await json_response(value, error.status_code, more)(scope, receive, send)
         except GraftError as error:
             self.state.metrics.refuse(status_of(error))
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return getattr(error, "code", None) or type(error).__name__
         except Exception as error:  # noqa: BLE001  one request fails, the server goes on
             print_traceback()
             if exchange.status is None:
-                told = error_body(f"{type(error).__name__}: this is a defect; the server's log has more", 500)
-                await json_response(told, 500)(scope, receive, send)
+                told = f"{type(error).__name__}: this is a defect; the server's log has more"
+                await json_response(error_value(scope["path"], told, 500), 500)(scope, receive, send)
             return type(error).__name__
         return None
 

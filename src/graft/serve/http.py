@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from graft.base.errors import EngineGone, GraftError, HttpRefused, UsageError
 from graft.serve.protocol import answers
+from graft.serve.protocol.errors import error_event, error_value
 
 T = TypeVar("T")
 PING_AFTER = 15.0  # seconds without a token, after which a comment keeps proxies from closing the connection
@@ -39,14 +40,14 @@ def status_of(error: GraftError) -> int:
     return 400 if isinstance(error, UsageError) else 500
 
 
-def error_value(error: GraftError) -> dict[str, object]:
+def error_of(error: GraftError, path: str) -> dict[str, Any]:
     param, code = getattr(error, "param", None), getattr(error, "code", None)
-    return answers.error_body(str(error), status_of(error), param, code)
+    return error_value(path, str(error), status_of(error), param, code)
 
 
-def error_response(error: GraftError) -> Response:
+def error_response(error: GraftError, path: str) -> Response:
     status = status_of(error)
-    return json_response(error_value(error), status, HEADERS.get(status))
+    return json_response(error_of(error, path), status, HEADERS.get(status))
 
 
 async def read_body(request: HttpRequest, most: int, seconds: float) -> bytes:
@@ -121,10 +122,10 @@ class EventStream(Response):
         self.pieces, self.sending = 0, False
         del self.headers["content-length"]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await while_connected(self.send_all(send), receive, self.watch_client(), self.ping())
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(self.send_all(send, scope["path"]), receive, self.watch_client(), self.ping())
 
-    async def send_all(self, send: Send) -> None:
+    async def send_all(self, send: Send, path: str) -> None:
         async with aclosing(self.events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -133,7 +134,7 @@ class EventStream(Response):
                 async for piece in events:
                     await self.send_piece(send, piece)
             except GraftError as error:
-                await self.send_piece(send, answers.event(error_value(error)))
+                await self.send_piece(send, error_event(path, error_of(error, path)))
         await send({"type": "http.response.body", "body": b""})
 
     async def send_piece(self, send: Send, piece: bytes) -> None:

@@ -36,16 +36,18 @@ class ApiKeys:
     def needed(self) -> bool:
         return bool(self.fixed) or self.file is not None
 
-    def allow(self, authorization: bytes) -> bool:
-        """authorization: the header's value."""
+    def allow(self, authorization: bytes, plain: bytes = b"") -> bool:
+        """Values of headers: Authorization, and x-api-key, where Anthropic's clients put a key alone. One will do."""
         if not self.needed:
             return True
         if self.file is not None:
             self.refresh(self.file)
         scheme, _, key = authorization.strip().partition(b" ")
+        return any([scheme.lower() == b"bearer" and self.known(key), self.known(plain)])
+
+    def known(self, key: bytes) -> bool:
         asked = digest(key.strip())
-        fits = [hmac.compare_digest(asked, known) for known in (*self.fixed, *self.from_file)]
-        return scheme.lower() == b"bearer" and any(fits)
+        return any([hmac.compare_digest(asked, known) for known in (*self.fixed, *self.from_file)])
 
     def refresh(self, file: Path) -> None:
         """A file that is gone, or is being written, leaves the keys as they were."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from graft import __version__
 from graft.engine.params import MOST_LOGPROBS
+from graft.serve.protocol.errors import of_messages
 from graft.serve.protocol.sampling import MOST_SAMPLES
 from graft.serve.protocol.tools import MOST_TOOLS
 
@@ -66,7 +67,18 @@ SAMPLING: dict[str, Schema] = {
 TOOLS = {"type": ["array", "null"], "items": OBJECT, "maxItems": MOST_TOOLS}
 USAGE = entity({"prompt_tokens": WHOLE, "completion_tokens": WHOLE, "total_tokens": WHOLE})
 ENDED = {"finish_reason": {"type": ["string", "null"]}}
+MESSAGES = listed(
+    entity({"role": {"enum": ["user", "assistant"]}, "content": {"anyOf": [TEXT, listed(OBJECT)]}}), minItems=1
+)
+ANTHROPIC: dict[str, Schema] = {
+    "model": ref("ModelName"),
+    "system": {"anyOf": [TEXT, listed(OBJECT), {"type": "null"}]},
+    "tools": TOOLS,
+    "tool_choice": {"type": ["object", "null"]},
+    "thinking": {"type": ["object", "null"]},
+}
 SCHEMAS: dict[str, Schema] = {
+    "MessageError": entity({"type": {"const": "error"}, "error": entity({"type": TEXT, "message": TEXT})}),
     "Error": entity(
         {
             "error": entity(
@@ -100,6 +112,16 @@ SCHEMAS: dict[str, Schema] = {
         max_output_tokens=whole(1),
         tools=TOOLS,
     ),
+    "MessagesRequest": entity(
+        {"messages": MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}},
+        **ANTHROPIC,
+        stream=FLAG,
+        temperature=SAMPLING["temperature"],
+        top_p=SAMPLING["top_p"],
+        top_k=SAMPLING["top_k"],
+        stop_sequences={"anyOf": [listed(TEXT), {"type": "null"}]},
+    ),
+    "CountRequest": entity({"messages": MESSAGES}, **ANTHROPIC),
     "TokenizeRequest": {
         "anyOf": [entity({"prompt": TEXT}), entity({"messages": listed(ref("Message"), minItems=1)})],
     },
@@ -125,6 +147,14 @@ SCHEMAS: dict[str, Schema] = {
     "Response": entity(
         {"id": TEXT, "object": {"const": "response"}, "status": TEXT, "output": listed(OBJECT, minItems=1)}
     ),
+    "AnthropicMessage": entity(
+        {
+            "id": TEXT, "type": {"const": "message"}, "role": {"const": "assistant"}, "model": TEXT,
+            "content": listed(OBJECT), "stop_reason": {"type": ["string", "null"]},
+            "usage": entity({"input_tokens": WHOLE, "output_tokens": WHOLE}),
+        }
+    ),
+    "Count": entity({"input_tokens": WHOLE}),
     "Embeddings": entity(
         {
             "object": {"const": "list"}, "model": TEXT,
@@ -158,6 +188,8 @@ PATHS = {
     "/v1/chat/completions": Endpoint("post", "A conversation is answered", "ChatRequest", "Chat", True),
     "/v1/completions": Endpoint("post", "A text is continued", "CompletionRequest", "Completion", True),
     "/v1/responses": Endpoint("post", "A conversation is answered by items", "ResponseRequest", "Response", True),
+    "/v1/messages": Endpoint("post", "As Anthropic's", "MessagesRequest", "AnthropicMessage", True),
+    "/v1/messages/count_tokens": Endpoint("post", "How long a prompt is", "CountRequest", "Count", False),
     "/v1/embeddings": Endpoint(
         "post", "Vectors of texts (--runner pooling)", "EmbeddingRequest", "Embeddings", False
     ),
@@ -188,8 +220,9 @@ def described(schema: Schema, what: str, *, stream: bool = False) -> Schema:
 
 
 def operation(path: str, one: Endpoint) -> Schema:
-    unready = ref(one.answer) if path in ("/health", "/ready") and one.answer else ref("Error")
-    responses = {status: described(ref("Error"), why) for status, why in REFUSALS.items()}
+    error = ref("MessageError" if of_messages(path) else "Error")
+    unready = ref(one.answer) if path in ("/health", "/ready") and one.answer else error
+    responses = {status: described(error, why) for status, why in REFUSALS.items()}
     responses["503"] = described(unready, REFUSALS["503"])
     if one.answer is not None:
         responses["200"] = described(ref(one.answer), "the answer", stream=one.stream)

@@ -138,10 +138,11 @@ class ServedText:
         generation: bool,
         options: Mapping[str, Any],
         tools: Conversation | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """The conversation in the model's chat template, which runs in jinja2's sandbox. options: variables of the
-        template, such as enable_thinking."""
-        text = await asyncio.to_thread(self.render, messages, generation, options, tools)
+        template, such as enable_thinking. continues: the last message is not closed."""
+        text = await asyncio.to_thread(self.render, messages, generation, options, tools, continues)
         return await self.encode(values.text(text, "messages"), special=False)
 
     def render(
@@ -150,6 +151,7 @@ class ServedText:
         generation: bool,
         options: Mapping[str, Any],
         tools: Conversation | None = None,
+        continues: bool = False,
     ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -164,6 +166,7 @@ class ServedText:
         given: Any = None if tools is None else [dict(tool) for tool in tools]
         try:
             variables: Any = {**self.model.special_tokens, **options, "add_generation_prompt": generation}
+            variables["continue_final_message"] = continues
             rendered, _ = render_jinja_template(
                 [conversation], tools=given, chat_template=self.model.chat_template, **variables
             )

@@ -143,6 +143,10 @@ def test_what_is_wrong_is_named(body, param):
          "response_format.json_schema.schema"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True, "messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+         "continue_final_message"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_chat_is_named(body, param):
@@ -265,6 +269,24 @@ def test_a_template_that_refuses_is_the_clients_error():
         assert refused(lambda t=template: ServedText(replace(model, chat_template=t)).render(MESSAGES, True, {}))
     assert refused(lambda: ServedText(replace(model, chat_template=None)).render(MESSAGES, True, {}))
     assert TEXT.render(MESSAGES, True, {}) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_answer_may_go_on_with_the_last_message():
+    said = [*MESSAGES, {"role": "assistant", "content": "The best is ("}]
+    asked = chat(messages=said, continue_final_message=True)
+    assert asked.continues and not asked.generation_prompt
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nThe best is ("
+    assert TEXT.render(asked.messages, False, {}, continues=True) == text
+    assert chat(messages=said).generation_prompt and not chat(messages=said, add_generation_prompt=False).continues
+    hidden = replace(TEXT.model, chat_template="{{ messages[0].content }}", tokenizer=None)
+    assert refused(lambda: ServedText(hidden).render(said, False, {}, continues=True)).param == "messages"
+
+
+def test_tokens_that_end_an_answer_are_not_all():
+    asked = completion(prompt=[5], min_tokens=1, stop_token_ids=list(range(300)))
+    assert refused(lambda: asyncio.run(from_completion(asked, TEXT, TEXT.model, "x"))).param == "min_tokens"
+    some = completion(prompt=[5], min_tokens=1, stop_token_ids=list(range(1, 300)))
+    assert asyncio.run(from_completion(some, TEXT, TEXT.model, "x")).prompts == [[5]]
 
 
 def rows_of(tokens, cuts, finish, stop):

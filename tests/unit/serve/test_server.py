@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graft.base.errors import UsageError
 from graft.serve.run import listening
-from serve_cases import http_client, poll, sent, serving
+from serve_cases import PATIENCE, http_client, poll, sent, serving
 from stub_engine import CONTEXT, DIE, HANG, PAUSE, QUEUED, SLOW
 
 
@@ -165,7 +165,8 @@ JSON = st.recursive(
 FIELDS = """model prompt messages max_tokens max_completion_tokens temperature top_p top_k min_p n seed stop stream
     stream_options logprobs top_logprobs echo best_of suffix logit_bias presence_penalty frequency_penalty
     repetition_penalty stop_token_ids min_tokens ignore_eos tools tool_choice response_format chat_template_kwargs
-    prompt_logprobs tokens add_special_tokens user input instructions max_output_tokens text""".split()  # noqa: SIM905
+    prompt_logprobs tokens add_special_tokens user input instructions max_output_tokens text
+    system stop_sequences thinking output_config continue_final_message add_generation_prompt""".split()  # noqa: SIM905
 BODIES = st.binary(max_size=20) | st.builds(
     lambda base, more: json.dumps(base | more).encode(),
     st.sampled_from([{}, {"prompt": "hi"}, {"prompt": [1, 2], "stream": True}, {"messages": [{"role": "user"}]}]),
@@ -173,7 +174,16 @@ BODIES = st.binary(max_size=20) | st.builds(
 )
 
 
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"]
+PATHS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+]
 
 
 @given(body=BODIES, path=st.sampled_from(PATHS))
@@ -181,7 +191,8 @@ def test_no_body_is_our_fault(client, body, path):
     answer = client.post(path, content=body)
     assert answer.status_code in (200, 400, 404), answer.text
     if answer.status_code != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        ours = {"message", "type"} if "messages" in path else {"message", "type", "param", "code"}
+        assert set(answer.json()["error"]) == ours
 
 
 def test_bodies_that_are_hard_to_read(client):
@@ -360,6 +371,29 @@ def test_a_client_that_sends_or_reads_nothing_is_cut_off():
             poll(lambda: 'graft:slow_clients_total{model_name="stub"} 1' in client.get("/metrics").text)
             assert running(client) == 0
         assert complete(client, [1]).status_code == 200
+
+
+def test_a_connection_without_a_request_is_closed():
+    """However slowly a head comes; and one that has had an answer, too. A request that takes long is none."""
+    with serving("stub", "--slow-client-timeout", 0.3) as server, http_client(server.url) as client:
+        host, port = server.url.removeprefix("http://").split(":")
+        with (
+            socket.create_connection((host, int(port))) as silent,
+            socket.create_connection((host, int(port))) as dripping,
+            socket.create_connection((host, int(port))) as second,
+        ):
+            second.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            seen = b""
+            while b"version" not in seen:
+                seen += second.recv(65536)
+            second.sendall(b"GET /version HT")
+            for letter in b"GET /version HTTP/1.1\r\nX: ":
+                dripping.sendall(bytes([letter]))
+            for one in (silent, dripping, second):
+                one.settimeout(PATIENCE)
+                assert one.recv(65536) == b""
+        assert 'graft:slow_clients_total{model_name="stub"} 3' in client.get("/metrics").text
+        assert complete(client, [SLOW], max_tokens=40).json()["usage"]["completion_tokens"] == 40
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded():

@@ -161,7 +161,7 @@ def test_https_and_cors_from_a_file(folder, pair):
         trusted = ssl.create_default_context(cafile=cert)
         with httpx.Client(base_url=server.url, verify=trusted, timeout=PATIENCE) as client:
             asked = {"Origin": "https://page", "Access-Control-Request-Method": "POST"}
-            asked["Access-Control-Request-Headers"] = "authorization,content-type"
+            asked["Access-Control-Request-Headers"] = "authorization,content-type,x-api-key,x-stainless-lang"
             before = client.options("/v1/completions", headers=asked)  # without a key, as browsers do
             assert before.status_code == 200
             assert before.headers["access-control-allow-origin"] == "https://page"

@@ -17,7 +17,10 @@ from graft.serve.protocol.values import Json, boolean, mapping, text, token_ids,
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 KEPT = ("name", "tool_call_id", "reasoning_content")  # of a message, for templates that show them
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "conversations", "chat_template"}
+RESERVED = {  # of the function that renders templates
+    "messages", "tools", "documents", "add_generation_prompt", "conversations", "chat_template",
+    "continue_final_message", "return_assistant_tokens_mask", "self",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class AskedChat(Asked):
     template_options: Mapping[str, Any] = field(default_factory=dict)
     tools: AskedTools | None = None
     generation_prompt: bool = True
+    continues: bool = False  # the last message is the beginning of the answer
+    clamped: bool = False  # max_tokens may be more than there is room for
 
 
 def served_name(body: Json, names: Sequence[str]) -> str:
@@ -114,16 +119,27 @@ def chat(body: Json, names: Sequence[str]) -> AskedChat:
                 "response_format contradicts a tool_choice that asks for a call", param="response_format"
             )
         schema = tools.schema
+    said = messages(body.get("messages"))
     return AskedChat(
         name,
         params,
         **streaming(body),
         schema=schema,
-        messages=messages(body.get("messages")),
+        messages=said,
         template_options=template_options(body),
         tools=tools,
-        generation_prompt=boolean(body, "add_generation_prompt", True),
+        **turn(body, said),
     )
+
+
+def turn(body: Json, said: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Whether an answer begins a turn, or goes on with the last message."""
+    continues = boolean(body, "continue_final_message")
+    generation = boolean(body, "add_generation_prompt", not continues)
+    if continues and (generation or "tool_calls" in said[-1]):
+        why = "contradicts add_generation_prompt" if generation else "needs a last message without tool_calls"
+        raise HttpRefused(f"continue_final_message {why}", param="continue_final_message")
+    return {"generation_prompt": generation, "continues": continues}
 
 
 def template_options(body: Json) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (lambda v: v == "", "the model fills in nothing; there is no suffix"),
     "truncate_prompt_tokens": (lambda _: False, "prompts are never truncated"),
     "chat_template": (lambda _: False, "templates come from the model alone"),
-    "continue_final_message": (lambda v: v is False, "a message cannot be continued"),
     "documents": (lambda v: v == [], "documents are not supported"),
     "audio": (lambda _: False, "the answer is text alone"),
     "modalities": (lambda v: v == ["text"], "the answer is text alone"),
@@ -89,6 +88,13 @@ def check_biases(params: SamplingParams, vocabulary: int) -> None:
         raise HttpRefused(why, param="logit_bias")
 
 
+def check_barred(params: SamplingParams, vocabulary: int, end_tokens: Collection[int]) -> None:
+    """A token at least must be left while the answer may not end."""
+    barred = {token for token in (*(params.stop_token_ids or ()), *end_tokens) if token < vocabulary}
+    if params.min_tokens and len(barred) >= vocabulary:
+        raise HttpRefused("min_tokens: stop_token_ids leaves no token that would not end it", param="min_tokens")
+
+
 def check_scores(params: SamplingParams, tokens: int, param: str) -> None:
     """tokens: of all prompts. param: the field that asked for their logprobs, which every choice repeats."""
     if params.prompt_logprobs is None:
@@ -110,15 +116,24 @@ def as_refused(error: UsageError) -> HttpRefused:
     return HttpRefused(str(error), param=str(error).partition(" ")[0])
 
 
-def fitted(params: SamplingParams, prompt: int, context: int, cache_tokens: int) -> SamplingParams:
-    """With max_tokens where it was left out. prompt: its tokens. A request that could never run is refused."""
+def fitted(
+    params: SamplingParams, prompt: int, context: int, cache_tokens: int, *, clamped: bool = False
+) -> SamplingParams:
+    """With max_tokens where it was left out, or is `clamped` to what there is room for. prompt: its tokens. A request
+    that could never run is refused."""
     if not prompt:
         raise HttpRefused("the prompt has no tokens; give at least one", param="prompt")
-    if params.max_tokens == UNBOUNDED:
-        # one token more than the rest of the cache: the last one is never fed back
-        params_room = min(context - prompt, cache_tokens - prompt + 1)
+    # one token more than the rest of the cache: the last one is never fed back
+    room = min(context - prompt, cache_tokens - prompt + 1)
+    if clamped and room < 1:  # in the words by which agents know that they have to shorten a conversation
+        raise HttpRefused(
+            f"prompt is too long: {prompt} tokens > {prompt + room - 1} maximum",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if params.max_tokens == UNBOUNDED or (clamped and params.max_tokens > room):
         try:
-            params = replace(params, max_tokens=max(params_room, 1))
+            params = replace(params, max_tokens=max(room, 1))
         except UsageError as error:
             raise as_refused(error) from error
     asked = prompt + params.max_tokens

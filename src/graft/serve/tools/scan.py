@@ -43,16 +43,18 @@ def string(first: str, sink: Sink) -> Generator[None, str, str]:
     while True:
         found = yield
         raw.append(found)
+        if found == '"':
+            break
         sink(found)
         if found == "\\":
             raw.append((yield))
             sink(raw[-1])
-        elif found == '"':
-            break
     try:
-        return json.loads("".join(raw))
+        meant = json.loads("".join(raw))
     except ValueError as error:
         raise NotJson from error
+    sink('"')
+    return meant
 
 
 def value(first: str, sink: Sink, depth: int = 0) -> Rule:
