@@ -57,7 +57,6 @@ class EngineKeeper:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE) if self.link.failed else FIRST_PAUSE
             self.state.metrics.restarts += 1
-            self.link.failed = None
 
     def on_loaded(self) -> None:
         self.warming = asyncio.create_task(self.warm_up())

@@ -69,9 +69,7 @@ class EngineLink:
 
     def __init__(self, options: ServeOptions, metrics: Metrics, tell: Callable[..., None]) -> None:
         self.options, self.metrics, self.tell = options, metrics, tell
-        self.model: ServedModel | None = None
-        self.gone: str | None = "the model is being loaded"
-        self.failed: tuple[str, int] | None = None  # why it could not load, and the exit code
+        self.begin()
         self.load = EngineLoad()
         self.stepped = time.monotonic()  # when it was last seen to make a step, or to have nothing to do
         self.tickets: dict[int, Ticket] = {}  # by the engine's request
@@ -85,8 +83,16 @@ class EngineLink:
         """Answers that have not ended."""
         return sum(ticket.left for ticket in {id(ticket): ticket for ticket in self.tickets.values()}.values())
 
+    def begin(self) -> None:
+        """A process is started: of the one before, if there was one, nothing holds. It is loading, not dead."""
+        self.model: ServedModel | None = None
+        self.gone: str | None = "the model is being loaded"
+        self.failed: tuple[str, int] | None = None  # why it could not load, and the exit code
+        self.loading = True  # until it is ready, or has ended
+
     async def run(self, ready: Callable[[], None]) -> str:
         """Starts a process and serves it until it ends; how it ended. ready: called when it has loaded."""
+        self.begin()
         ours, theirs = socket.socketpair()
         command = (sys.executable, "-m", WORKER, str(theirs.fileno()))
         with theirs:
@@ -99,6 +105,7 @@ class EngineLink:
             await self.converse(ours, ready)
         finally:
             how = ended(await self.end(process))
+            self.loading = False
         self.gone = f"the engine process {how}"
         self.drop_all(EngineGone(f"{self.gone}; the answer is lost"))
         return how
@@ -144,6 +151,7 @@ class EngineLink:
             self.failed = message["failed"], message["exit"]
         if "ready" in message:
             self.model, self.gone, self.stepped = ServedModel(**message["ready"]), None, now
+            self.loading = False
             ready()
 
     def note_load(self, load: EngineLoad) -> None:

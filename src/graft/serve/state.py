@@ -60,8 +60,7 @@ class ServerState:
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Alive: the engine is loading, idle, or its steps go on. A busy one is alive."""
         quiet = time.monotonic() - self.link.stepped
-        known = self.link.model is not None or self.link.failed is not None  # else it has not loaded yet
-        dead = self.link.gone is not None and known and not self.draining
+        dead = self.link.gone is not None and not self.link.loading and not self.draining
         stalled = self.link.gone is None and quiet > self.options.stall_timeout
         status = "dead" if dead else "stalled" if stalled else "ready" if self.ready else "loading"
         told = {

@@ -9,6 +9,7 @@ import pytest
 from graft.base.errors import EngineGone
 from graft.engine.params import SamplingParams
 from graft.serve.link import EngineLink
+from graft.serve.state import ServerState
 
 
 class ClosedWriter:
@@ -42,6 +43,25 @@ def test_a_request_to_a_closed_connection_is_told_that_the_engine_is_gone(link):
     with pytest.raises(EngineGone, match="the engine process ended"):
         link.ask_events(3)
     link.ask_events(None)
+
+
+def test_an_engine_that_is_started_again_is_loading_and_not_dead(link):
+    """Who asks /health whether to kill the server would never let it load."""
+    state = ServerState(SimpleNamespace(stall_timeout=300), link, None, None, None, warm=True)
+
+    def health():
+        alive, told = state.health()
+        return alive, told["status"]
+
+    link.loading = False
+    assert health() == (True, "ready")
+    link.gone = "the engine process was killed by SIGKILL"
+    assert health() == (False, "dead")
+    link.begin()
+    state.warm = False
+    assert health() == (True, "loading") and link.model is None
+    link.loading, link.gone = False, "the engine process was killed by SIGKILL"
+    assert health() == (False, "dead"), "while it loaded"
 
 
 def test_whoever_leaves_then_is_forgotten(link):
