@@ -5,23 +5,25 @@ python tests/clients/fuzz.py SCHEMATHESIS [EXAMPLES]     # the program, of its o
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cases"))
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "cases"), str(TESTS)]
 
-from serve_cases import serving, tiny_checkpoint
+from serve_cases import serving, tiny_checkpoint  # noqa: E402
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
 def main(program: str, examples: str = "100") -> int:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         model = tiny_checkpoint(Path(folder) / "tiny-served")
         options = ("--dtype", "float32", "--backend", "eager", "--max-num-seqs", 16, "--kv-cache-memory", "4MiB")
-        with serving(model, *options, stub=False, errors=subprocess.DEVNULL, OMP_NUM_THREADS="1") as server:
+        with serving(model, *options, stub=False, errors=nowhere, OMP_NUM_THREADS="1") as server:
             command = [program, "run", f"{server.url}/openapi.json", "--checks", CHECKS, "-n", examples]
             command += ["--request-timeout", "120", "--no-color", "--continue-on-failure"]
             return subprocess.run(command).returncode

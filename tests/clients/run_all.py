@@ -7,6 +7,7 @@ The exit status is the number of clients that failed.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "cases"))
+sys.path[:0] = [str(HERE.parent / "cases"), str(HERE.parent)]
 
 from serve_cases import serving  # noqa: E402
 
@@ -70,7 +71,7 @@ def main(folder: str, *names: str) -> int:
     wanted = names or (*PINS, *(["node"] if shutil.which("node") else []))
     failed = 0
     options = ("--tool-call-parser", "smollm", "--max-num-seqs", 8, "--kv-cache-memory", "256MiB")
-    with serving(MODEL, *options, stub=False, errors=subprocess.DEVNULL) as server:
+    with open(os.devnull, "w") as nowhere, serving(MODEL, *options, stub=False, errors=nowhere) as server:
         for name in wanted:
             line = command(name, Path(folder).resolve(), f"{server.url}/v1")
             began = time.monotonic()

@@ -17,7 +17,7 @@ import uvicorn
 
 from graft.base.errors import EngineGone, UsageError
 from graft.serve.app import make_app
-from graft.serve.connections import Connection
+from graft.serve.connections import Connection, LoopErrors, room_for_connections
 from graft.serve.keep import EngineKeeper
 from graft.serve.link import EngineLink
 from graft.serve.options import ServeOptions
@@ -51,12 +51,15 @@ class Serving(EngineKeeper):
         self.socket = listening(options.host, options.port)
         self.url = url_of(self.socket, "http" if options.ssl_certfile is None else "https")
         self.publisher = publisher_of(options, self.link)
-        connection: Any = partial(Connection, slow=options.slow_client_timeout, metrics=self.state.metrics)
+        connection: Any = partial(
+            Connection, slow=options.slow_client_timeout, most=room_for_connections(), metrics=self.state.metrics
+        )
         self.server = QuietServer(uvicorn.Config(make_app(self.state), http=connection, **UVICORN, **tls(options)))
 
     async def main(self) -> int:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what matters is in our own lines
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors(self.log))
         for number in SIGNALS:
             loop.add_signal_handler(number, self.on_signal, number)
         http = asyncio.create_task(self.server.serve(sockets=[self.socket]))

@@ -282,6 +282,20 @@ def test_an_answer_may_go_on_with_the_last_message():
     assert refused(lambda: ServedText(hidden).render(said, False, {}, continues=True)).param == "messages"
 
 
+def test_how_hard_to_think_is_told_to_the_template():
+    assert chat(messages=MESSAGES, reasoning_effort="low").template_options == {"reasoning_effort": "low"}
+    own = {"reasoning_effort": "high", "x": 1}
+    assert chat(messages=MESSAGES, reasoning_effort="low", chat_template_kwargs=own).template_options == own
+    asked = respond(reasoning={"effort": "high", "summary": "auto"}, include=["reasoning.encrypted_content"])
+    assert asked.template_options == {"reasoning_effort": "high"}
+    assert not chat(messages=MESSAGES).template_options and not respond(reasoning={"effort": None}).template_options
+    error = refused(lambda: chat(messages=MESSAGES, reasoning_effort=3))
+    assert (error.status, error.param) == (400, "reasoning_effort")
+    template = "{% if reasoning_effort %}Reasoning: {{ reasoning_effort }}{% endif %}"
+    model = replace(TEXT.model, chat_template=template, tokenizer=None)
+    assert ServedText(model).render(MESSAGES, True, asked.template_options) == "Reasoning: high"
+
+
 def test_tokens_that_end_an_answer_are_not_all():
     asked = completion(prompt=[5], min_tokens=1, stop_token_ids=list(range(300)))
     assert refused(lambda: asyncio.run(from_completion(asked, TEXT, TEXT.model, "x"))).param == "min_tokens"

@@ -18,8 +18,7 @@ from graft.serve.protocol.values import Json, boolean, mapping, wrong
 
 PATH = "/v1/messages"
 ROLES = ("user", "assistant", "system")
-# Whether it thinks is told to the template. How long, and how hard, models cannot be told: budget_tokens and effort
-# are wishes of the client, and left.
+# Whether it thinks is told to the template. For how long models cannot be told: budget_tokens is a wish, and left.
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 REFUSED = ("container", "mcp_servers", "n", "prompt_logprobs", "logprobs", "echo")  # values that ask for nothing pass

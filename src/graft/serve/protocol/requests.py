@@ -146,7 +146,17 @@ def template_options(body: Json) -> Json:
     given = mapping(body, "chat_template_kwargs")
     if taken := sorted(RESERVED & set(given)):
         raise HttpRefused(f"chat_template_kwargs may not have {taken[0]!r}", param="chat_template_kwargs")
-    return given
+    return {**effort(body), **given}
+
+
+def effort(body: Json) -> Json:
+    """How hard to think, by the names of chat completions, responses and Anthropic: a variable of templates (gpt-oss)
+    that others have no use for."""
+    found = {"reasoning_effort": body.get("reasoning_effort")}
+    for name in ("reasoning", "output_config"):  # other than objects they are unknown fields like others
+        given = body.get(name)
+        found[f"{name}.effort"] = given.get("effort") if isinstance(given, Mapping) else None
+    return next(({"reasoning_effort": text(value, param)} for param, value in found.items() if value is not None), {})
 
 
 def messages(given: object) -> list[dict[str, Any]]:

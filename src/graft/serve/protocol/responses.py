@@ -22,7 +22,8 @@ STATEFUL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    "include": ([],),
+    # what was thought is in the items as it is, and taken back from there: nothing has to be hidden in them
+    "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
     "max_tool_calls": (),
     "prompt_logprobs": (),
