@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 from hypothesis import given
@@ -239,6 +241,22 @@ def test_errors_have_anthropics_shape(client):
         assert set(found) == {"type", "error"} and found["type"] == "error"
         assert found["error"]["type"] == kind and found["error"]["message"]
     assert client.post("/v1/chat/completions", content=b"{").json()["error"]["code"] is None  # OpenAI's stays
+
+
+def test_a_stream_that_breaks_off_ends_with_anthropics_event():
+    message = {"role": "user", "content": "say:" + "word " * 300}
+    body = {"messages": [message], "max_tokens": 1500, "stream": True}
+    with serving("thinker") as server, http_client(server.url) as client:
+        with client.stream("POST", "/v1/messages", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: message_start"
+            os.kill(server.engine, signal.SIGKILL)
+            *_, kind, data = (line for line in lines if line)
+        told = json.loads(data.removeprefix("data: "))
+        assert kind == "event: error" and told["type"] == "error"
+        assert told["error"]["type"] == "overloaded_error" and "SIGKILL" in told["error"]["message"]
+        again = client.post("/v1/messages", json=body | {"stream": False})
+        assert again.status_code == 503 and again.json()["error"]["type"] == "overloaded_error"
 
 
 def test_a_key_may_come_by_either_header(client):
