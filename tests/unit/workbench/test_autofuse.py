@@ -19,11 +19,11 @@ from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import check_request
 from graft.workbench.autofuse.table import table_text
 from graft.workbench.autofuse.timing import ShapeTimes, verdict
-from graft.workbench.autofuse.trial import TrialOrder
+from graft.workbench.autofuse.trial import TrialOrder, main
 from graft.workbench.autofuse.writing import write_trial
 from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.destination import Destination
-from row_cases import GATED, fresh, write
+from row_cases import GATED, RowPattern, fresh, loaded, write
 
 OFF = tuple(f"transforms.{name}.enabled=false" for name in ("fuse_rms_norm", "fuse_swiglu", "fuse_rope"))
 
@@ -150,6 +150,18 @@ def test_what_a_kernel_does_ends_in_its_own_process(tests, limit, failure, tmp_p
     asked = order(tmp_path, tests)
     found = run_trial(asked, [Path(asked.packages[0]).parent], limit)
     assert failure in found["failure"] and found["times"] == []
+
+
+def test_without_a_compiler_a_kernel_is_not_tried_and_the_reason_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("graft.workbench.autofuse.triton_kernels.triton_kernel_problem", lambda *_: ("", 1))
+    asked = order(tmp_path, "def test_it():\n    pass\n")
+    (tmp_path / "trial.json").write_text(asked.text())
+    with loaded(tmp_path / "trial-package", RowPattern(asked.op, "", {})):
+        main(str(tmp_path / "trial.json"), str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["phase"] == "failed" and found["failure"].startswith("kernels: ")
+    assert "no-such-compiler" in found["failure"] and not found["times"]
 
 
 @pytest.mark.exhaustive

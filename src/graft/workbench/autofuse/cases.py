@@ -16,7 +16,7 @@ from graft.ir.patterns.arguments import size_of
 
 BATCHES = ((1, 13), (3, 5), (1, 1))  # sequences and tokens: one decode step, a prompt, several of them
 WIDTHS = (16, 77, 1536)  # of a row whose width is open: whole lanes, a tail, a real one
-TILES = 70  # more tokens than a tile of a GEMM has, with a tail
+FEW, TILES = 5, 70  # tokens: each thread makes their rows for itself; more than a tile of a GEMM has, with a tail
 GEMM_WIDTHS = (16, 77, 320)  # where a GEMM takes and gives such rows: several tiles are enough
 MORE = 3  # columns, by which the result of a GEMM is wider than its rows
 SCALES = (1.0, 1e-3, 30.0)
@@ -122,7 +122,8 @@ def plain_cases(
     """In float32: every count of rows, every width up to so many, every magnitude once, and numbers that are not
     finite."""
     known = widths_of(shapes)
-    batches = (*batches, (batches[1][0], TILES)) if matrices(shapes) else batches
+    if matrices(shapes):
+        batches = (*batches, *((batches[1][0], tokens) for tokens in (FEW, TILES)))
     widths = known[:most] if open_width(shapes) else (0,)
     for width in widths:
         for batch in batches if width in (0, known[1]) else batches[:1]:

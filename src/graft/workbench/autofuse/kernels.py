@@ -23,6 +23,7 @@ from graft.workbench.autofuse.cases import (
     NotOneShape,
     broadcasts,
     dims,
+    inputs,
     leading,
     made_of,
     matrices,
@@ -45,13 +46,19 @@ def native_kernel_problem(op: str, shapes: Mapping[str, str]) -> tuple[str, int]
     built: dict[Any, Callable[..., Any]] = {}
     compared = ComparedCalls(OPS[op].reference)
     try:
-        for case in plain_cases(shapes, BATCHES, 2):
+        for case in (*plain_cases(shapes, BATCHES, 2), *packed_cases(shapes)):
             problem = compared.problem(runner(op, shapes, case.tensors, built), case)
             if problem:
                 return problem, compared.calls
         return compared.unseen() or broadcast_problem(op, shapes, compared), compared.calls
     except KernelWrong as wrong:
         return str(wrong), compared.calls
+
+
+def packed_cases(shapes: Mapping[str, str]) -> list[KernelCase]:
+    """Of a GEMM: a weight of 16 bits is packed in another form, which other tiles read."""
+    given = inputs(shapes, widths_of(shapes)[1], 1.0, BATCHES[0], torch.bfloat16)
+    return [KernelCase("bfloat16", given)] if matrices(shapes) else []
 
 
 def broadcast_problem(op: str, shapes: Mapping[str, str], compared: ComparedCalls) -> str:
@@ -119,7 +126,7 @@ def lowered(
                 node = graph.get_attr(name)
             else:
                 node = graph.placeholder(name)
-            node.meta["val"] = torch.empty([size_of(dim, counts) for dim in dims(shape)])
+            node.meta["val"] = torch.empty([size_of(dim, counts) for dim in dims(shape)], dtype=tensor.dtype)
             nodes.append(node)
             fakes.append(node.meta["val"])
         target = getattr(torch.ops.graft, op).default
@@ -158,7 +165,9 @@ def check_writes(program: Program) -> None:
     written: set[str] = set()
     for step in program.steps:
         fields = {name: field for name, field in step.fields if isinstance(field, Value)}
-        written |= {field.buffer for name, field in fields.items() if name in step.kernel.writes}
+        told = [field for name, field in step.fields if name in step.kernel.writes]
+        written |= {field.buffer for field in told if isinstance(field, Value)}
+        written |= {field.value.buffer for field in told if isinstance(field, Pointer)}
         given = {
             field.value.buffer
             for _, field in step.fields
