@@ -278,7 +278,6 @@ FAULTS = (
     GeneratedFault(GEMM_NORMED, TRITON, "norm_ptr + i", "norm_ptr + i // 2"),
     GeneratedFault(GEMM_NORMED, TRITON, "1e-06", "1e-05"),
     GeneratedFault(GEMM_RANGED, TRITON, 'float("-inf")', "0.0"),
-    GeneratedFault(GEMM_RANGED, TRITON, "tile = tl.where(mask, ", "tile = tl.where(known[:, None], "),
     GeneratedFault(GEMM_GATED, OP, "if any(t.shape[-1] != width", "if False and any(t.shape[-1] != width"),
     GeneratedFault(GEMM_GATED, OP, "if any(t.dtype", "if False and any(t.dtype"),
     GeneratedFault(GEMM_GATED, OP, "call.weight.dim() != 2 or ", ""),
