@@ -280,7 +280,7 @@ FAULTS = (
     GeneratedFault(GEMM_RANGED, TRITON, 'float("-inf")', "0.0"),
     GeneratedFault(GEMM_GATED, OP, "if any(t.shape[-1] != width", "if False and any(t.shape[-1] != width"),
     GeneratedFault(GEMM_GATED, OP, "if any(t.dtype", "if False and any(t.dtype"),
-    GeneratedFault(GEMM_GATED, OP, "call.weight.dim() != 2 or ", ""),
+    GeneratedFault(GEMM_NORMED, OP, "call.weight.dim() != 2 or ", ""),
     GeneratedFault(GEMM_GATED, OP, "result.new_empty(result.shape)", "result.new_empty(result.shape[::-1])"),
     GeneratedFault(GEMM_NORMED, REFERENCE, "1e-06", "1e-05"),
     GeneratedFault(GEMM_NORMED, ALL, "1e-06", "1e-05"),

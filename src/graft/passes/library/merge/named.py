@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 from torch.fx import Node
@@ -21,11 +20,12 @@ class MergeNamedLayers(MergeGemms):
     layers: ClassVar[tuple[str, ...]]
     lacking = "no linear layers of these names read one input"
 
-    def candidates(self, run: MergeRun) -> Iterator[Member]:
-        for group in by_input(run.gm).values():
-            own = tuple(node for name in self.layers for node in group if layer_name(node) == name)
-            if len(own) == len(self.layers):
-                yield Member(own[0], own)
+    def candidates(self, run: MergeRun) -> list[Member]:
+        groups = [
+            tuple(node for name in self.layers for node in group if layer_name(node) == name)
+            for group in by_input(run.gm).values()
+        ]
+        return [Member(own[0], own) for own in groups if len(own) == len(self.layers)]
 
     def find(self, run: MergeRun, member: Member) -> Match:
         for node in member.group:
