@@ -178,10 +178,14 @@ def home_of(registered: Any) -> str:
     return getattr(registered, "reference", registered).__module__
 
 
+def fingerprints() -> dict[str, str]:
+    """What there is, by module: version and a hash of its files, for processes that must have the same."""
+    found = {one.module: f"{one.version} ({files_hash(one)[:12]})".strip() for one in STATE.active()}
+    return dict(sorted(found.items()))
+
+
 def active_text() -> str:
-    """What there is, by module, version and a hash of its files: for processes that must have the same."""
-    told = [f"{one.module} {one.version}".strip() + f" ({files_hash(one)[:12]})" for one in STATE.active()]
-    return ", ".join(sorted(told)) or "none"
+    return ", ".join(f"{module} {text}" for module, text in fingerprints().items()) or "none"
 
 
 def files_hash(plugin: Plugin) -> str:

@@ -136,6 +136,10 @@ def stored(
 ) -> EngineParts:
     from graft.engine.artifact.load import check_stored, load_engine
 
+    if request.plugins:  # the graph may call ops of theirs
+        from graft.passes.registry import load_all
+
+        load_all(request.plugins)
     if (request.tensor_parallel_size or 1) > 1:
         from graft.engine.launch.start import start_ranks
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from graft.base.errors import BrokenPlugin, GraftError
-from graft.base.plugins import STATE, active_text, load_named
+from graft.base.plugins import STATE, active_text, fingerprints, load_named
 from graft.cli.app import app
+from graft.engine.artifact.target import plugin_differences
 from graft.ir.trace import export_graph
 from graft.models.registry import families
 from graft.ops import OPS
@@ -231,3 +232,15 @@ def test_processes_compare_plugins_by_the_content_of_their_files(plugins):
     assert active_text() == alone and "plugin_alone (" in alone
     file.write_text("A = 2\n")
     assert active_text() != alone
+
+
+def test_an_engine_that_a_plugin_was_at_work_on_knows_it_by_its_content(plugins):
+    """One that is there and was changed is told; one that is not there any more has done its work."""
+    name = install(plugins, REGISTER)
+    load_all()
+    saved = fingerprints()
+    assert plugin_differences(saved) == [] == plugin_differences({"gone": "1.0 (0)"}) == plugin_differences({})
+    code = plugins / name / "__init__.py"
+    code.write_text(code.read_text() + "# another line\n")
+    (told,) = plugin_differences(saved)
+    assert told == f"the plugin {name} was {saved[name]}, here it is {fingerprints()[name]}"

@@ -16,6 +16,7 @@ import torch
 
 import graft
 from conftest import tiny
+from gguf_cases import write_quantized
 from graft.base.errors import ArtifactError, DiskFull, RankFailed, UsageError
 from graft.base.manifest import checksum
 from graft.cli.app import app
@@ -327,6 +328,20 @@ def test_weights_may_stay_in_their_checkpoint(tmp_path):
     flip(tmp_path / "model" / "model.safetensors")
     with pytest.raises((ArtifactError, RankFailed), match=r"model\.safetensors: was changed after it was saved"):
         graft.LLM(tmp_path / "engine", **SMALL)
+
+
+@pytest.mark.exhaustive
+def test_blocks_of_a_gguf_file_start_as_they_were_packed(tmp_path):
+    write_quantized(tmp_path / "small.gguf", {"token_embd": "Q8_0"}, "Q4_1")
+    options = {"tensor_parallel_size": 2, "backend": "native", "device": "cpu"}
+    own = {"GRAFT_CACHE_DIR": str(tmp_path / "cache")}
+    built = ran(tmp_path / "built", tmp_path / "small.gguf", tmp_path / "engine", environment=own, **options)
+    (tmp_path / "small.gguf").unlink()
+    started = ran(tmp_path / "started", tmp_path / "engine", environment=nowhere(tmp_path))
+    assert started.said["tokens"] == built.said["tokens"] and started.events == [["subprocess.Popen"]]
+    manifest = json.loads((tmp_path / "engine" / "manifest.json").read_text())
+    assert [rank["quantized"]["format"] for rank in manifest["ranks"]] == ["Q8_0+Q4_1"] * 2
+    assert all(rank["checkpoint"] is None for rank in manifest["ranks"])
 
 
 def same_bytes(one, other):

@@ -21,6 +21,7 @@ from graft.backends.native.stored import NativeStep, plain_shell, program_data, 
 from graft.base.files import Progress
 from graft.base.kernel_cache import launcher_platform, record, used_files
 from graft.base.manifest import fingerprint
+from graft.base.plugins import fingerprints
 from graft.engine.artifact.format import GRAPH, KERNELS, OBJECT, REFERENCES, REPORT, SOURCE, STEP, TUNED, WEIGHTS
 from graft.engine.artifact.target import built_for
 from graft.engine.params import SamplingParams
@@ -178,9 +179,11 @@ def config_values(parts: EngineParts) -> Mapping[str, Any]:
 
 def describe(parts: EngineParts) -> dict[str, Any]:
     model, cache, module = parts.model, parts.cache, parts.model.module
+    plugins = fingerprints()
     return {
         "versions": {"graft": graft.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "built_for": built_for(parts.device),
+        **({"plugins": plugins} if plugins else {}),
         "device": str(parts.device),
         "backend": parts.backend,
         "kernels": dict(parts.kernels),

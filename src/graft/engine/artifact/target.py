@@ -15,6 +15,7 @@ import torch
 import graft
 from graft.backends.native.cpu import cpu_features
 from graft.base.errors import OtherTarget
+from graft.base.plugins import fingerprints, load_installed
 
 ROOT = Path(graft.__file__).parent
 # what makes a graph, a kernel or a step; commands, servers and tools around them may change
@@ -62,9 +63,20 @@ def check_target(path: Path, manifest: dict[str, Any], device: torch.device) -> 
     """Raises OtherTarget with everything that differs, and what to do."""
     saved, here = manifest["built_for"], built_for(device)
     told = [difference(name, saved.get(name), here.get(name)) for name in {**saved, **here}]
-    found = [text for text in told if text]
+    found = [text for text in told if text] + plugin_differences(manifest.get("plugins", {}))
     if found:
         raise OtherTarget(path, "; ".join(found), again(path, manifest))
+
+
+def plugin_differences(saved: dict[str, str]) -> list[str]:
+    """Of plugins that were loaded when the engine was compiled, and are here. One that is not changes nothing: its
+    transforms have been at work, and an op of its own that is missing is told where the graph is read."""
+    if not saved:
+        return []
+    load_installed()
+    here = fingerprints()
+    both = [(module, text, here[module]) for module, text in saved.items() if module in here]
+    return [f"the plugin {module} was {was}, here it is {now}" for module, was, now in both if was != now]
 
 
 def again(path: Path, manifest: dict[str, Any]) -> str:

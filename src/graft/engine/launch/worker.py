@@ -12,8 +12,10 @@ from graft.dist.workers import take_over
 
 
 def main() -> None:
-    """Ctrl-C is for rank 0, whose end is the end of this."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C, and SIGTERM that an init system sends to all processes of a server, are for rank 0, which may have
+    requests to end first: its end is the end of this."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     message = take_over()
     try:
         work(message["rank"], message["world"], message["port"], message["task"])
