@@ -47,11 +47,13 @@ def weight_bytes(module: nn.Module, batch: int) -> float:
     return total
 
 
-@lru_cache(maxsize=1)
 def with_weights(module: nn.Module) -> nn.Module:
     """What has the sizes of all weights: of a compiled engine, which has no module, one without numbers."""
-    if not isinstance(module, StoredModule):
-        return module
+    return empty_model(module) if isinstance(module, StoredModule) else module
+
+
+@lru_cache(maxsize=1)
+def empty_model(module: StoredModule) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = module.config.to_dict()

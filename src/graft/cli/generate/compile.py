@@ -84,14 +84,17 @@ def show(output: Path, llm: Any, as_json: bool) -> None:
     from graft.base.device_memory import size_text
     from graft.base.manifest import MANIFEST
     from graft.cli.show import out
+    from graft.engine.artifact.format import ranks_of
 
     files = json.loads((output / MANIFEST).read_text())["files"]
     size = sum(entry["bytes"] for entry in files.values())
+    ranks = ranks_of(output)
+    on_ranks = f" on {ranks} ranks" if ranks > 1 else ""
     if as_json:
         about = {"folder": str(output), "bytes": size, "backend": llm.backend, "device": str(llm.device)}
         print_json("compile", {**about, "files": {name: entry["bytes"] for name, entry in files.items()}})
         return
     out.print(
-        f"{output}: {llm.model.name} for {llm.device} ({llm.backend}), {len(files)} files, {size_text(size)};"
-        f" graft run -m {output} …", markup=False, soft_wrap=True,
+        f"{output}: {llm.model.name} for {llm.device} ({llm.backend}{on_ranks}), {len(files)} files,"
+        f" {size_text(size)}; graft run -m {output} …", markup=False, soft_wrap=True,
     )  # fmt: skip
