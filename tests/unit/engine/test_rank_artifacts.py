@@ -22,27 +22,14 @@ from graft.base.manifest import checksum
 from graft.cli.app import app
 from graft.dist.workers import Workers
 from graft.engine.artifact import save as saving
-from graft.engine.artifact.format import EngineFolder, ranks_of
+from graft.engine.artifact.format import CONFIG, GRAPH, REPORT, WEIGHTS, EngineFolder, ranks_of
 from graft.engine.artifact.ranks import write_own, write_parts
 from graft.engine.artifact.request import EngineRequest
 from graft.models.load import load_model
 from processes import run_python
+from rank_events import BUILDING, events, watch
 
 SMALL = {"kv_cache_memory": "8MiB"}
-
-# of every process that has this folder on its path: programs that it starts, and what captures, rewrites or compiles
-EVENTS = """
-import os, sys
-BEGUN = ("subprocess.Popen", "os.posix_spawn", "os.system", "os.exec", "os.fork", "os.forkpty")
-HEAVY = ("graft.capture.decoder", "graft.passes.pipeline")
-
-def hook(event, given):
-    if event in BEGUN or (event == "import" and given[0] in HEAVY):
-        with open(os.path.join(os.environ["EVENTS"], str(os.getpid())), "a") as file:
-            file.write(f"{given[0] if event == 'import' else event}\\n")
-
-sys.addaudithook(hook)
-"""
 
 RUN = """
 import json, sys
@@ -72,16 +59,10 @@ class Ran:
 
 
 def ran(home, model, output="", environment=None, **options) -> Ran:
-    home.mkdir()
-    (home / "sitecustomize.py").write_text(EVENTS)
-    (home / "events").mkdir()
-    told = {**os.environ, **(environment or {}), "EVENTS": str(home / "events")}
+    told = {**os.environ, **(environment or {}), **watch(home)}
     done = run_python("-c", RUN, str(home), str(model), str(output), json.dumps(options), env=told)
     assert done.returncode == 0, done.stderr[-3000:]
-    return Ran(
-        json.loads(done.stdout.splitlines()[-1]),
-        [file.read_text().split() for file in (home / "events").iterdir()],
-    )
+    return Ran(json.loads(done.stdout.splitlines()[-1]), events(home))
 
 
 def nowhere(folder):
@@ -92,63 +73,42 @@ def nowhere(folder):
     return {"PATH": str(folder), "CXX": "", **caches}
 
 
+class Leader:
+    """Rank 0's side, with what the other rank does when it is told to write."""
+
+    def __init__(self, other):
+        self.other, self.group = other, SimpleNamespace(world=2)
+
+    def save(self, order, own):
+        return [own(), self.other(order)]
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """An engine on two ranks as it was built, and its folder."""
-    home = tmp_path_factory.mktemp("compiled")
-    options = {"tensor_parallel_size": 2, "backend": "eager", "device": "cpu", "dtype": "float32"}
-    return ran(home / "run", "tiny-llama", home / "engine", **options), home / "engine"
+def parts():
+    return graft.LLM(tiny("llama"), backend="eager", **SMALL).parts
 
 
-def test_every_rank_starts_and_compiles_nothing(compiled, tmp_path):
-    """What is counted is seen on both ranks where the engine is built."""
-    built, folder = compiled
-    capturing = {"graft.capture.decoder", "graft.passes.pipeline"}
-    assert len(built.events) == 2 and all(capturing <= set(events) for events in built.events)
-    started = ran(tmp_path / "run", folder, environment=nowhere(tmp_path))
-    assert started.said["tokens"] == built.said["tokens"] and started.said["again"] == built.said["again"]
-    assert started.said["ranks"] == 2 and any("nothing was compiled" in note for note in started.said["notes"])
-    assert started.events == [["subprocess.Popen"]], "rank 0 starts the other, which starts and compiles nothing"
+def save_as_two(parts, path, other):
+    """What rank 0 does; the other rank writes what `other` writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "LeaderGraph", type(parts.engine.graph))
+        patch.setattr(saving, "write_parts", lambda _, *rest: write_parts(Leader(other), *rest))
+        saving.save_engine(parts, path, overwrite=False, made_by=())
 
 
-def test_what_the_ranks_have_alike_is_there_once(compiled):
-    _, folder = compiled
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    parts = {
-        f"rank{rank}/{name}" for rank in range(2) for name in ("graph.json", "report.json", "weights.safetensors")
-    }
-    assert files == {"manifest.json", "config.json", *parts}
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == files - {"manifest.json"} and ranks_of(folder) == 2
-    assert [one["rank"] for one in manifest["ranks"]] == [0, 1]
-    for rank in range(2):
-        opened = EngineFolder(folder, rank)
-        assert opened.read("config.json") == (folder / "config.json").read_bytes()
-        assert opened.read("weights.safetensors") == (folder / f"rank{rank}/weights.safetensors").read_bytes()
-        assert opened.manifest["cache"]["content"] == manifest["ranks"][rank]["cache"]["content"]
-        opened.close()
-    assert not filecmp.cmp(folder / "rank0/weights.safetensors", folder / "rank1/weights.safetensors", shallow=False)
+@pytest.fixture(scope="module")
+def folder(parts, tmp_path_factory):
+    """Of two ranks that are the same one, but for a number of its weights: those of real ranks are in
+    test_tensor_parallel.py."""
 
+    def other(order):
+        said = write_own(parts, 1, order)
+        flip(Path(json.loads(order)["folder"]) / "rank1" / WEIGHTS)
+        return said
 
-# ── what is refused, before a process is started ────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def no_processes(monkeypatch):
-    monkeypatch.setattr(Workers, "start", pytest.fail)
-
-
-@pytest.fixture
-def copied(compiled, tmp_path):
-    return Path(shutil.copytree(compiled[1], tmp_path / "engine"))
-
-
-def sign(folder, **changes):
-    """The manifest with other values, as somebody else's graft would have written it."""
-    content = json.loads((folder / "manifest.json").read_text())
-    for key, value in changes.items():
-        content[key] = content[key] | value if isinstance(value, dict) else value
-    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": checksum(content)}))
+    path = tmp_path_factory.mktemp("compiled") / "engine"
+    save_as_two(parts, path, other)
+    return path
 
 
 def flip(file):
@@ -160,10 +120,44 @@ def flip(file):
         opened.write(bytes([byte[0] ^ 1]))
 
 
+def test_what_the_ranks_have_alike_is_there_once(folder):
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {"manifest.json", CONFIG, GRAPH, REPORT, f"rank0/{WEIGHTS}", f"rank1/{WEIGHTS}"}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == files - {"manifest.json"} and ranks_of(folder) == 2
+    assert [one["rank"] for one in manifest["ranks"]] == [0, 1]
+    for rank in range(2):
+        opened = EngineFolder(folder, rank)
+        assert opened.read(CONFIG) == (folder / CONFIG).read_bytes()
+        assert opened.read(WEIGHTS) == (folder / f"rank{rank}" / WEIGHTS).read_bytes()
+        assert opened.manifest["rank"] == rank
+        opened.close()
+
+
+# ── what is refused, before a process is started ────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    monkeypatch.setattr(Workers, "start", pytest.fail)
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    return Path(shutil.copytree(folder, tmp_path / "engine"))
+
+
+def sign(folder, **changes):
+    """The manifest with other values, as somebody else's graft would have written it."""
+    content = json.loads((folder / "manifest.json").read_text())
+    for key, value in changes.items():
+        content[key] = content[key] | value if isinstance(value, dict) else value
+    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": checksum(content)}))
+
+
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("asked", [1, 4])
-def test_another_number_of_ranks_is_refused(compiled, asked, capfd):
-    folder = compiled[1]
+def test_another_number_of_ranks_is_refused(folder, asked, capfd):
     told = f"was compiled for 2 ranks, not for {asked}; leave tensor_parallel_size (--tensor-parallel) out"
     with pytest.raises(UsageError) as refused:
         graft.LLM(folder, tensor_parallel_size=asked)
@@ -174,14 +168,14 @@ def test_another_number_of_ranks_is_refused(compiled, asked, capfd):
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_an_engine_of_one_rank_is_not_split_when_it_starts(tmp_path):
-    graft.LLM(tiny("llama"), backend="eager", **SMALL).save(tmp_path / "engine")
+def test_an_engine_of_one_rank_is_not_split_when_it_starts(parts, tmp_path):
+    saving.save_engine(parts, tmp_path / "engine", overwrite=False, made_by=())
     with pytest.raises(UsageError, match="was compiled for one rank, not for 2"):
         graft.LLM(tmp_path / "engine", tensor_parallel_size=2)
 
 
 @pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("name", ["rank1/weights.safetensors", "rank0/graph.json", "config.json"])
+@pytest.mark.parametrize("name", ["rank1/weights.safetensors", "rank0/weights.safetensors", "config.json"])
 def test_a_file_of_any_rank_that_is_missing_is_told(copied, name):
     (copied / name).unlink()
     with pytest.raises(ArtifactError, match=rf"{name}: cannot be opened \(No such file"):
@@ -204,11 +198,11 @@ def test_another_place_and_a_damaged_manifest_are_told(copied, changes, told):
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_what_was_not_compiled_is_not_given(compiled):
+def test_what_was_not_compiled_is_not_given(folder):
     with pytest.raises(UsageError, match="dtype=float32"):
-        graft.LLM(compiled[1], dtype="bfloat16")
+        graft.LLM(folder, dtype="bfloat16")
     with pytest.raises(UsageError, match="whose weights could be kept"):
-        graft.LLM(compiled[1], keep_weights=True)
+        graft.LLM(folder, keep_weights=True)
 
 
 def test_each_rank_checks_its_own_files(copied):
@@ -225,32 +219,10 @@ def test_each_rank_checks_its_own_files(copied):
         EngineFolder(copied, 2)
 
 
-@pytest.mark.exhaustive  # the short run: each_rank_checks_its_own_files, and unit/dist/test_workers.py
-def test_a_damaged_file_of_another_rank_is_told_by_rank_0(copied):
-    flip(copied / "rank1" / "weights.safetensors")
-    with pytest.raises(RankFailed, match=r"rank 1 failed: .*rank1/weights\.safetensors: was changed after"):
-        graft.LLM(copied, **SMALL)
-
-
 # ── while it is written ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Leader:
-    """Rank 0's side, with what the other rank does when it is told to write."""
-
-    def __init__(self, other):
-        self.other, self.group = other, SimpleNamespace(world=2)
-
-    def save(self, order, own):
-        return [own(), self.other(order)]
-
-
-@pytest.fixture(scope="module")
-def parts():
-    return graft.LLM(tiny("llama"), backend="eager", **SMALL).parts
-
-
-def test_a_rank_that_cannot_write_is_told_and_nothing_is_left(parts, tmp_path, monkeypatch):
+def test_a_rank_that_cannot_write_is_told_and_nothing_is_left(parts, tmp_path):
     """On this rank or another, and for what reason."""
 
     def full(order):
@@ -267,27 +239,9 @@ def test_a_rank_that_cannot_write_is_told_and_nothing_is_left(parts, tmp_path, m
         (elsewhere, ArtifactError, "rank 1: there is no .*which their machines must share"),
         (unseen, ArtifactError, "rank 1: its graph.json is not seen by rank 0"),
     ):
-        leader = Leader(other)
-        monkeypatch.setattr(saving, "LeaderGraph", type(parts.engine.graph))
-        monkeypatch.setattr(saving, "write_parts", lambda _, *rest, one=leader: write_parts(one, *rest))
         with pytest.raises(error, match=told):
-            saving.save_engine(parts, tmp_path / "engine", overwrite=False, made_by=())
+            save_as_two(parts, tmp_path / "engine", other)
         assert not list(tmp_path.iterdir())
-
-
-def test_ranks_that_are_alike_share_all(parts, tmp_path):
-    """Here both are the same rank, but for one file."""
-
-    def other(order):
-        said = write_own(parts, 1, order)
-        flip(tmp_path / "rank1" / "report.json")
-        return said
-
-    about = write_parts(Leader(other), parts, tmp_path, tmp_path / "engine", True, None)
-    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {name for name in files if name.startswith("rank")} == {"rank0/report.json", "rank1/report.json"}
-    assert {"weights.safetensors", "graph.json"} <= files
-    assert [one["rank"] for one in about["ranks"]] == [0, 1] and about["backend"] == "eager"
 
 
 def test_the_command_has_the_ranks():
@@ -299,7 +253,7 @@ def test_the_command_has_the_ranks():
 # ── more processes ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # the short run: test_two_ranks_from_their_start_to_their_end, on eager
 @pytest.mark.parametrize("world", [2, 4])
 def test_native_steps_start_without_a_compiler(tmp_path, world):
     """The ranks compute the same, so that one object is there for all."""
@@ -318,13 +272,20 @@ def test_native_steps_start_without_a_compiler(tmp_path, world):
 
 @pytest.mark.exhaustive
 def test_weights_may_stay_in_their_checkpoint(tmp_path):
+    """And two builds have the same bytes, and a damaged file of another rank is told by rank 0."""
     load_model("tiny-llama", dtype="float32", device="cpu").module.save_pretrained(tmp_path / "model")
     options = {"tensor_parallel_size": 2, "backend": "eager", "device": "cpu"}
     built = ran(tmp_path / "built", tmp_path / "model", tmp_path / "engine", **options)
     for rank in json.loads((tmp_path / "engine" / "manifest.json").read_text())["ranks"]:
         assert rank["checkpoint"]["folder"] == str(tmp_path / "model")
+    assert len(built.events) == 2 and all(BUILDING in each for each in built.events), "what is counted is seen"
+    ran(tmp_path / "again", tmp_path / "model", tmp_path / "second", **options)
+    same_bytes(tmp_path / "engine", tmp_path / "second")
     started = ran(tmp_path / "started", tmp_path / "engine")
     assert started.said["tokens"] == built.said["tokens"] and started.events == [["subprocess.Popen"]]
+    flip(tmp_path / "second" / "rank1" / "graph.json")
+    with pytest.raises(RankFailed, match=r"rank 1 failed: .*rank1/graph\.json: was changed after it was saved"):
+        graft.LLM(tmp_path / "second", **SMALL)
     flip(tmp_path / "model" / "model.safetensors")
     with pytest.raises((ArtifactError, RankFailed), match=r"model\.safetensors: was changed after it was saved"):
         graft.LLM(tmp_path / "engine", **SMALL)
@@ -348,13 +309,6 @@ def same_bytes(one, other):
     names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
     same, differing, lacking = filecmp.cmpfiles(one, other, names, shallow=False)
     assert (sorted(same), differing, lacking) == (names, [], [])
-
-
-@pytest.mark.exhaustive
-def test_two_builds_have_the_same_bytes(compiled, tmp_path):
-    options = {"tensor_parallel_size": 2, "backend": "eager", "device": "cpu", "dtype": "float32"}
-    ran(tmp_path / "run", "tiny-llama", tmp_path / "engine", **options)
-    same_bytes(compiled[1], tmp_path / "engine")
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from graft.dist.group import connect
 from graft.dist.launcher import Launched, meeting_place
 from graft.dist.sizes import check_heads, possible_sizes
 from graft.models.load import load_model
+from rank_events import BUILDING, events, watch
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
 GREEDY = graft.SamplingParams(max_tokens=12, ignore_eos=True)
@@ -68,8 +70,11 @@ def own_threads():
 
 
 @pytest.mark.usefixtures("own_threads")
-def test_two_ranks_from_their_start_to_their_end(tmp_path):
+def test_two_ranks_from_their_start_to_their_end(tmp_path, monkeypatch):
     """One test, because starting a process takes seconds."""
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name, value in watch(tmp_path / "site").items():
+        monkeypatch.setenv(name, value)
     folder = tmp_path / "model"
     load_model("tiny-llama", dtype="float32", device="cpu").module.save_pretrained(folder)
     one, two = (graft.LLM(folder, tensor_parallel_size=n, backend="eager", **OPTIONS) for n in (1, 2))
@@ -78,7 +83,23 @@ def test_two_ranks_from_their_start_to_their_end(tmp_path):
     told(two)
     with pytest.raises(UsageError, match="a rank of another model already"):
         connect(0, 2, "gloo", pytest.fail)
+    two.save(tmp_path / "engine")
+    assert [each.count(BUILDING) for each in events(tmp_path / "site")] == [1], "of rank 1, which is another process"
     killed(two)
+    from_its_folder(one, tmp_path, monkeypatch)
+
+
+def from_its_folder(one, tmp_path, monkeypatch):
+    """Nothing is captured, transformed or compiled, on neither rank."""
+    shutil.rmtree(tmp_path / "site" / "events")
+    (tmp_path / "site" / "events").mkdir()
+    for name in ("capture", "transform", "lower"):
+        monkeypatch.setattr(f"graft.engine.setup.assemble.{name}", pytest.fail)
+    again = graft.LLM(tmp_path / "engine", kv_cache_memory="8MiB", max_num_batched_tokens=32)
+    assert tokens_of(again) == tokens_of(one) and again.engine.graph.group.world == 2
+    assert any(note.endswith("nothing was compiled") for note in again.report.notes)
+    assert events(tmp_path / "site") == []
+    again.engine.graph.close()  # so that another LLM may be loaded
 
 
 def same_tokens(one, two):
