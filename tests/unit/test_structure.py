@@ -102,3 +102,10 @@ def test_no_file_of_tests_is_empty():
     files = list(Path(__file__).parents[1].rglob("test_*.py"))
     assert len(files) > 300
     assert not [path for path in files if "def test_" not in path.read_text()]
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Two of one name in one run: pytest imports the first, and refuses the other. tests/gpu runs by itself."""
+    tests = Path(__file__).parents[1]
+    names = [path.name for path in tests.rglob("test_*.py") if path.parent.name != "gpu"]
+    assert sorted(names) == sorted(set(names))
