@@ -143,7 +143,6 @@ def bench(
         return under_load(model, read_loads(throughput, preset, requests, rate), preset, plot, as_json, **given)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     plan = of_ranks(ctx, plan, peers, model, tensor_parallel)
-    check(model, plan, backend, plot, kernels)
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
 
 
@@ -163,6 +162,7 @@ def bench_engine(
     from graft.bench.threads import use_threads
     from graft.cli.measure.bench_show import phase_lines
 
+    check(model, plan, given["backend"], plot, kernels)
     module_runs = bool({*plan.against} - {"llama.cpp"})  # all others run the Hugging Face module
     with use_threads(plan.threads), phase_lines(peers) as progress:
         clock = PhaseClock(progress)
