@@ -40,7 +40,7 @@ class CheckpointBlock:
 
 
 @dataclass(frozen=True)
-class CheckpointPiece:
+class PlacedRuns:
     """`count` runs of `size` bytes, `step` bytes from one to the next."""
 
     file: str
@@ -62,7 +62,7 @@ def width_of(shape: Sequence[int]) -> int:
     return shape[-1] if shape else 1
 
 
-def part_pieces(tensor: Tensor, known: Sequence[CheckpointBlock], ranks: int) -> list[CheckpointPiece]:
+def part_pieces(tensor: Tensor, known: Sequence[CheckpointBlock], ranks: int) -> list[PlacedRuns]:
     """What makes up all of the tensor; nothing where something is lacking."""
     if not tensor.numel() or tensor.dtype not in NAMES or not tensor.is_contiguous():
         return []
@@ -71,7 +71,7 @@ def part_pieces(tensor: Tensor, known: Sequence[CheckpointBlock], ranks: int) ->
     fitting = [
         one for one in known if one.place.dtype == tensor.dtype and one.rows.shape[1] in (width, width * ranks)
     ]
-    found: list[CheckpointPiece] = []
+    found: list[PlacedRuns] = []
     at = 0
     while at < len(rows):
         longest = max(candidates(rows[at:], fitting, ranks), key=lambda each: each[0], default=(0, None))
@@ -83,7 +83,7 @@ def part_pieces(tensor: Tensor, known: Sequence[CheckpointBlock], ranks: int) ->
     return found
 
 
-def candidates(rows: Tensor, known: Sequence[CheckpointBlock], ranks: int) -> Iterator[tuple[int, CheckpointPiece]]:
+def candidates(rows: Tensor, known: Sequence[CheckpointBlock], ranks: int) -> Iterator[tuple[int, PlacedRuns]]:
     """How many of the rows lie somewhere, and where."""
     width = rows.shape[1]
     head = rows[0, :HEAD]
@@ -94,13 +94,13 @@ def candidates(rows: Tensor, known: Sequence[CheckpointBlock], ranks: int) -> It
             for first in begins:
                 count = alike(rows, block.rows[first:])
                 if count:
-                    yield count, CheckpointPiece(block.file, block.place.start + first * width, count * width)
+                    yield count, PlacedRuns(block.file, block.place.start + first * width, count * width)
             continue
         for part in range(ranks):
             columns = block.rows[:, part * width : (part + 1) * width]
             count = alike(rows, columns) if torch.equal(columns[0, :HEAD], head) else 0
             if count:
-                yield count, CheckpointPiece(block.file, block.place.start + part * width, width, whole, count)
+                yield count, PlacedRuns(block.file, block.place.start + part * width, width, whole, count)
 
 
 def alike(one: Tensor, other: Tensor) -> int:

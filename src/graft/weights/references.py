@@ -29,7 +29,7 @@ from graft.weights.mapped import (
     stream_pieces,
     view,
 )
-from graft.weights.part_references import CheckpointBlock, CheckpointPiece, part_pieces
+from graft.weights.part_references import CheckpointBlock, PlacedRuns, part_pieces
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Referred:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[CheckpointPiece, ...]
+    pieces: tuple[PlacedRuns, ...]
 
     @property
     def size(self) -> int:
@@ -87,7 +87,7 @@ def block_key(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple
     return dtype, shape[1:], bytes(data[:row].numpy())
 
 
-def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlock]]) -> list[CheckpointPiece]:
+def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlock]]) -> list[PlacedRuns]:
     """Blocks that make up all of the tensor; none where one is lacking."""
     if not tensor.numel() or tensor.dtype not in NAMES or not tensor.is_contiguous():
         return []
@@ -99,7 +99,7 @@ def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlo
         block = next((one for one in known.get(key, ()) if torch.equal(rest[: one.data.numel()], one.data)), None)
         if block is None:
             return []
-        found.append(CheckpointPiece(block.file, block.place.start, block.place.size))
+        found.append(PlacedRuns(block.file, block.place.start, block.place.size))
         at += block.place.size
     return found
 
@@ -112,7 +112,7 @@ def read_references(
     streamed: dict[str, PlacedTensor] = {}
     files = {name: map_bytes(descriptor) for name, descriptor in descriptors.items()}
     for name, (dtype, shape, listed) in data.items():
-        kind, pieces = DTYPES[dtype], [CheckpointPiece(*one) for one in listed]
+        kind, pieces = DTYPES[dtype], [PlacedRuns(*one) for one in listed]
         first = pieces[0]
         if any(piece.count > 1 for piece in pieces):
             runs = torch.cat([in_file(folder, files, piece).reshape(-1) for piece in pieces])
@@ -126,7 +126,7 @@ def read_references(
     return made | stream_pieces(streamed, device)
 
 
-def in_file(folder: Path, files: Mapping[str, Tensor], piece: CheckpointPiece) -> Tensor:
+def in_file(folder: Path, files: Mapping[str, Tensor], piece: PlacedRuns) -> Tensor:
     """[count, size] of bytes."""
     data = files[piece.file]
     if piece.start + (piece.count - 1) * piece.step + piece.size > data.numel():
