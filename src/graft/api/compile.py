@@ -67,7 +67,7 @@ def compile_module(
     if settings.grad == "refuse" and torch.is_grad_enabled():
         refuse_inputs(values, names)
     caches = find_caches((args, kwargs))
-    initialize(module, args, kwargs, caches)
+    initialize(module, *containers.put_together(args, kwargs), caches)
     packed = pack(args, caches), pack(kwargs, caches)
     keep = partial(keep_sizes, settings.backend)
     with use_level(settings.level):

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,6 +147,11 @@ class CallContainers:
                 raise UsageError(f"{name} was a {was} when it was compiled, and is {other}")
         return args, kwargs
 
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Container | None]]:
+        """The name and the value of each argument, with what it is taken apart into."""
+        yield from ((f"[{i}]", value, part) for i, (value, part) in enumerate(zip(args, self.args, strict=True)))
+        yield from ((name, value, self.kwargs[name]) for name, value in kwargs.items())
+
     def put_together(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = tuple(put_together(value, part) for value, part in zip(args, self.args, strict=True))
         return given, {name: put_together(value, self.kwargs[name]) for name, value in kwargs.items()}
@@ -169,9 +174,15 @@ class TakenResults(Noted):
 
 @contextmanager
 def plain_containers(
-    module: torch.nn.Module, containers: CallContainers, kwargs: Mapping[str, Any]
+    module: torch.nn.Module,
+    containers: CallContainers,
+    kwargs: Mapping[str, Any],
+    check: Callable[[Any], None] = lambda _: None,
 ) -> Iterator[TakenResults]:
-    """Within it, `module.forward` takes and returns plain containers, and has a name for each of `kwargs`."""
+    """Within it, `module.forward` takes and returns plain containers, and has a name for each of `kwargs`.
+
+    `check` sees the result as the program returns it.
+    """
     forward, own, taken = module.forward, "forward" in vars(module), TakenResults()
 
     @functools.wraps(forward)
@@ -179,9 +190,12 @@ def plain_containers(
         snapshot = ModuleSnapshot()
         if containers:
             args, kwargs = containers.put_together(args, kwargs)
-            for name, value in {**{f"[{i}]": v for i, v in enumerate(args)}, **kwargs}.items():
-                snapshot.add(name, value)
-        result, taken.template = take_apart(forward(*args, **kwargs), results=True)
+            for name, value, part in containers.named(args, kwargs):
+                if part is not None:  # caches among the others are written on purpose
+                    snapshot.add(name, value)
+        result = forward(*args, **kwargs)
+        check(result)
+        result, taken.template = take_apart(result, results=True)
         refuse_changes(snapshot, "changes the argument", "return the new values instead")
         return result
 

@@ -26,7 +26,7 @@ from graft.capture.dynamic import (
     with_dims,
 )
 from graft.capture.hooks import global_hooks_watched, hooks_inside
-from graft.capture.static_cache import HALVES, PREFIX, WithCaches
+from graft.capture.static_cache import HALVES, PREFIX, WithCaches, refuse_new_caches
 from graft.ir.nodes import leaves, placeholders, tensor_of
 from graft.ir.prefix import drop_prefix
 from graft.ir.program.indexing import TensorPositions
@@ -56,15 +56,17 @@ def capture_module(
     dynamic_shapes: Any = None,
     *,
     containers: CallContainers | None = None,
+    caches: Sequence[Any] = (),
     **settings: Any,
 ) -> CapturedModule:
     """`capture_plain` for arguments in which objects (`containers`) are taken apart."""
+    check = refuse_new_caches if not caches else lambda _: None
     with (
         hooks_inside(module),
         global_hooks_watched(),
-        plain_containers(module, containers or CallContainers(), kwargs) as taken,
+        plain_containers(module, containers or CallContainers(), kwargs, check) as taken,
     ):
-        captured = capture_plain(module, args, kwargs, dynamic_shapes, **settings)
+        captured = capture_plain(module, args, kwargs, dynamic_shapes, caches=caches, **settings)
     return replace(captured, results=taken.template)
 
 

@@ -86,6 +86,12 @@ def find_caches(value: Any) -> list[StaticCache]:
     return found
 
 
+def refuse_new_caches(result: Any) -> None:
+    """Raises for a cache in the result of a program that takes none: it makes one anew at every call."""
+    if cache := next(iter(find_caches(result)), None):
+        raise UnsupportedCache(type(cache).__name__, "is made anew at every call, and a graph returns tensors")
+
+
 def replace(value: Any, change: Callable[[StaticCache, str], Any], path: str = "") -> Any:
     """`value` with `change(cache, path)` for every cache in it. Results of Hugging Face keep their class."""
     if is_cache(value):

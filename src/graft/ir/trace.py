@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graft.base.errors import CaptureError
+from graft.base.errors import CaptureError, UnsupportedCache
 from graft.ir.branches import inner_graphs, mark_weights, name_nodes, write_inside
 from graft.ir.canonical.normal_form import canonicalize, drop_unused_state
 from graft.ir.constants import KeepConstants
@@ -117,7 +117,7 @@ def export_once(
         ):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
             program = taken_apart(program)
-    except CaptureError:
+    except (CaptureError, UnsupportedCache):
         raise
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
         raise CaptureError(why_not_captured(module, error)) from error

@@ -239,3 +239,12 @@ def test_what_would_be_lost_is_refused():
     halves[0].layers[0].marks = {"seen": False}
     with pytest.raises(CaptureError, match=r"StaticLayer\.marks is set anew"):
         graft.compile(Marks(), (torch.ones(2), halves[0]))
+
+
+def test_an_object_of_the_encoder_and_a_cache_without_tensors_together():
+    model = model_of(ENCODERS["t5"])
+    given = {"encoder_outputs": model.encoder(**encoded("t5"))}
+    compiled = compiled_of(model, new_cache(model), given)
+    cache, known = new_cache(model), new_cache(model)
+    torch.testing.assert_close(steps(compiled, cache, given)[0], steps(model, known, given)[0], **CLOSE)
+    assert_same_caches(cache, known)

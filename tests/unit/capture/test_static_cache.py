@@ -21,7 +21,7 @@ from transformers import (
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import graft
-from graft.base.errors import CaptureError, PositionError, SharedMemoryError, UsageError
+from graft.base.errors import CaptureError, PositionError, SharedMemoryError, UnsupportedCache, UsageError
 from marks import short
 
 SIZES = {
@@ -167,3 +167,8 @@ def test_a_cache_that_is_set_anew_is_refused():
     cache.early_initialization(1, 2, 8, torch.float32, "cpu")
     with pytest.raises(CaptureError, match="keys is set anew"):
         graft.compile(Replaces(), (torch.tensor(1.0), cache))
+
+
+def test_a_cache_that_the_model_makes_itself_is_refused_by_name():
+    with pytest.raises(UnsupportedCache, match=r"DynamicCache among the inputs or results.*use_cache=False"):
+        graft.compile(model_of("llama"), kwargs={"input_ids": torch.ones((1, 3), dtype=torch.int64)})

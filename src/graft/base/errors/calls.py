@@ -32,7 +32,7 @@ class UnsupportedCache(UsageError):
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
             f"{name} among the inputs or results is not supported: it {why}. Pass a StaticCache(config=…,"
-            " max_cache_len=…), or an EncoderDecoderCache of two"
+            " max_cache_len=…), or an EncoderDecoderCache of two, or use_cache=False"
         )
 
 
