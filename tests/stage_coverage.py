@@ -32,6 +32,7 @@ class Covered:
 KIT, STAGES = "tests/unit/testing/test_testing_kit_stages.py", "tests/unit/workbench/test_stage_lab.py"
 LAUNCHES, KERNEL = "tests/unit/stages/test_launches.py", "tests/unit/workbench/test_repro_kernel.py"
 BUCKETS, GPU = "tests/unit/stages/test_buckets.py", "tests/gpu/test_stages_on_gpu.py"
+APART = "tests/unit/workbench/test_stage_apart.py"
 PARITY, FRESH = "tests/unit/api/test_op_parity.py", "tests/unit/workbench/test_stage_fresh.py"
 STORY, COMPILED = "tests/unit/stages/test_story.py", "tests/unit/testing/test_testing_kit_compiled.py"
 TABLE = (
@@ -78,7 +79,7 @@ TABLE = (
         5, "code generation", ("inductor/test_torchinductor.py", "inductor/test_cpu_repro.py"),
         ("generated_kernels", "assert_kernel_count", "assert_compiled_like_eager", "graft stages ask kernel",
         "graft stages TARGET --values", "graft stages TARGET --index-asserts", "graft repro DIR --kernel NAME"),
-        (COMPILED, KIT, STAGES, STORY, LAUNCHES, KERNEL, GPU),
+        (COMPILED, KIT, STAGES, STORY, LAUNCHES, APART, KERNEL, GPU),
         "registers and spills are read off Triton's launchers, which only a GPU has",
     ),
     Covered(
