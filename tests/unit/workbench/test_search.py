@@ -92,6 +92,7 @@ def only_float32(out, x, y):
     ("text", "shapes", "told"),
     [
         ("relo mul", None, "did you mean 'relu'"),
+        ("relu nosuchop", None, r"no op is named 'nosuchop'\. Ops are named"),
         (" , ", None, "the pattern is empty"),
         ("relu mul", "x: b s", "--shapes belongs to"),
         ("nowhere.py:f", None, "cannot be read"),

@@ -46,5 +46,5 @@ def check_op(name: str) -> None:
     known = {*OPS, *(op.partition(".")[0].partition("::")[2] for op in torch._C._dispatch_get_all_op_names())}
     if name not in known:
         like = get_close_matches(name, sorted(known), 2)
-        meant = f"; did you mean {' or '.join(map(repr, like))}?" if like else ""
+        meant = f"; did you mean {' or '.join(map(repr, like))}?" if like else "."
         raise UsageError(f"no op is named {name!r}{meant} Ops are named as in a dump, without `aten.`")
