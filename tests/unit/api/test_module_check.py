@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import graft
-from graft.base.errors import ChangedModule, GradientsRefused, ReplacedBuffer, TransformRefused, UsageError
+from graft.base.errors import CaptureError, ChangedModule, GradientsRefused, ReplacedBuffer, TransformRefused, UsageError
 
 
 class Scaled(nn.Module):
@@ -116,5 +116,16 @@ def test_ways_around_torch_func_are_right_or_refused():
     batched = graft.compile(torch.func.vmap(module), (x,), backend="eager")
     torch.testing.assert_close(batched(x), module(x))
     assert torch.equal(compiled(x[0]), module(x[0]))
-    slope = graft.compile(lambda y: torch.func.jvp(torch.sin, (y,), (y,))[1], (x,), backend="eager")
-    torch.testing.assert_close(slope(x), x * x.cos())
+
+
+def test_a_forward_derivative_inside_of_a_program():
+    x = torch.randn(2, 3)
+
+    def program(y):
+        return torch.func.jvp(torch.sin, (y,), (y,))[1]
+
+    if torch.__version__ < "2.12":  # whose export cannot trace it
+        with pytest.raises(CaptureError, match="torch.export could not capture"):
+            graft.compile(program, (x,), backend="eager")
+        return
+    torch.testing.assert_close(graft.compile(program, (x,), backend="eager")(x), x * x.cos())
