@@ -37,6 +37,11 @@ def is_line(word: str) -> bool:
     return re.fullmatch(r"[^:%]*:\d+", word) is not None
 
 
+def leaf_names(name: str) -> list[str]:
+    """A group's name is that of its nodes: `op0_op1`, `true_graph_0_op0`."""
+    return re.findall(r"(?:^|_)((?:[A-Za-z]\w*?_)??op\d+)(?=_|$)", name)
+
+
 def stops(story: Story) -> tuple[tuple[StageGraph, ...], ...]:
     return story.dynamo.graphs, story.functional.graphs, story.post_grad.graphs
 

@@ -16,6 +16,7 @@ import torch._inductor.scheduler
 from torch.fx import Graph, Node
 
 from graft.ir.nodes import calls, is_op, source_line
+from graft.stages.follow import leaf_names
 from graft.stages.graphs import tensor_bytes
 from graft.stages.needs import Reached, swapped
 from graft.stages.origins import NEEDS as ORIGINS
@@ -203,11 +204,6 @@ def stayed_apart(one: Refusal, group: Mapping[tuple[str, str], str]) -> bool:
     leaves = [name for side in (one.first, one.second) for name in leaf_names(side)]
     groups = {group.get((one.graph, name), name) for name in leaves}
     return len(groups) > 1
-
-
-def leaf_names(name: str) -> list[str]:
-    """A group's name is that of its nodes: `op0_op1`, `true_graph_0_op0`."""
-    return re.findall(r"(?:^|_)((?:[A-Za-z]\w*?_)??op\d+)(?=_|$)", name)
 
 
 def scheduling_stage(

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-from graft.stages.follow import follow
+from graft.stages.follow import follow, leaf_names
 from graft.stages.kernels import kernels_of
 from graft.stages.runtime import SeenRuntime, runtime_stage
-from graft.stages.scheduling import leaf_names, stayed_apart
+from graft.stages.scheduling import stayed_apart
 from graft.stages.story import Refusal, Story
 from graft.stages.tell import tell_story
 from graft.stages.trace import TraceCollector, TraceRow

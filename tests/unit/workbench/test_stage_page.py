@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from graft.cli.app import app
-from graft.stages.story import StoryEnd
-from graft.workbench.report.stage_columns import Columns, columns_of, layer_of, stage_facts
+from graft.stages.story import Refusal, ScheduledNode, StoryEnd
+from graft.workbench.report.stage_columns import Columns, columns_of, is_about, layer_of, stage_facts
 from graft.workbench.report.stage_page import render_stages
 from graft.workbench.stages.saved import save_story
 from stage_stories import step
@@ -106,3 +106,9 @@ def test_bad_requests_end_in_one_line(tmp_path, words, message):
     assert (
         result.exit_code in (1, 2) and message in " ".join(result.output.split()) and "Traceback" not in result.output
     )
+
+
+def test_a_pair_of_a_branch_is_shown_at_its_nodes():
+    node = ScheduledNode("0/0", "true_graph_0_op1", "Pointwise", ("sin",), "true_graph_0_op1")
+    pair = Refusal("0/0", "true_graph_0_op0_true_graph_0_op1", "true_graph_0_op2", "no shared data")
+    assert is_about(pair, node) and not is_about(pair, replace(node, name="op1"))

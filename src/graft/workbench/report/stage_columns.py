@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.stages.follow import NO_CALLS, nodes_of
+from graft.stages.follow import NO_CALLS, leaf_names, nodes_of
 from graft.stages.story import STAGES, KernelRecord, ScheduledNode, StageNode, Story
 from graft.workbench.stages.text import SECTIONS, TITLES, kernel_time, lines_text, lookup_line
 
@@ -142,7 +142,7 @@ def add_scheduled(made: Columns, story: Story, graph: str, last: dict[str, int])
 
 
 def is_about(refusal: Any, node: ScheduledNode) -> bool:
-    return refusal.graph == node.graph and node.name in (*refusal.first.split("_"), *refusal.second.split("_"))
+    return refusal.graph == node.graph and node.name in (*leaf_names(refusal.first), *leaf_names(refusal.second))
 
 
 def add_kernels(

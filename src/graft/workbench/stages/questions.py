@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graft.base.errors import UsageError, near
-from graft.stages.follow import Trail, follow
-from graft.stages.scheduling import leaf_names
+from graft.stages.follow import Trail, follow, leaf_names
 from graft.stages.story import CacheLookup, Refusal, Story
 from graft.workbench.stages.text import bytes_text, called_from, values_told
 
