@@ -120,9 +120,8 @@ def copying(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., A
     def copy_input(x: Any) -> Any:
         node = getattr(V.graph, "current_node", None)
         if isinstance(node, Node) and is_realized(x):
-            reason = f"{node.target} needs its argument in another layout"
-            if node is seen.lowered:
-                reason = f"the result of {node.target} is asked for in eager's layout"
+            told = "the result of {} is asked for in eager's layout", "{} needs its argument in another layout"
+            reason = told[node is not seen.lowered].format(node.target)
             size = x.get_numel() * x.get_dtype().itemsize
             count = int(size) if str(size).isdigit() else str(size)
             seen.copies.append(CopyRecord(current_graph(), node.name, source_line(node), count, reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_errors_are_those_of_the_other_process(capfd):
         tell_apart(raising(KeyboardInterrupt()), "t")
     with pytest.raises(UsageError, match=r"^t cannot be used: the process left with code 9 before anything was"):
         tell_apart(lambda _: os._exit(9), "t")
+
+
+def test_a_process_whose_output_nobody_reads_ends_all_the_same():
+    """Else it would go on as this one does."""
+
+    def make(_keeper):
+        sys.stdout = open(os.devnull)  # noqa: SIM115  which cannot be flushed once it is closed
+        sys.stdout.close()
+        return Story("f", "eager", "2.13.0", "cpu")
+
+    assert tell_apart(make, "f").target == "f"
 
 
 def test_a_command_outlives_the_program(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -14,8 +15,10 @@ DYNAMIC = {"auto": None, "true": True, "false": False}
 
 
 def in_own_process(make: Callable[..., T], target: str, kind: type[T]) -> T:
-    """`make()`, or `make(keeper)` in another process, where this one is the command's own."""
-    if not process.alone:
+    """`make()`, or `make(keeper)` in another process, where this one is the command's own and no plugin has taken the
+    GPU, which a forked process cannot use then."""
+    torch = sys.modules.get("torch")
+    if not process.alone or (torch is not None and torch.cuda.is_initialized()):
         return make()
     from graft.workbench.stages.apart import tell_apart
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from graft.base.errors import GraftError, UsageError
 from graft.stages.story import Story, StoryEnd, revive
@@ -75,7 +75,7 @@ def read(folder: Path, kind: type[T]) -> T:
     return revive(kind, data)
 
 
-def work(folder: Path, make: Callable[[FileKeeper], Any]) -> NoReturn:
+def work(folder: Path, make: Callable[[FileKeeper], Any]) -> None:
     """In the forked process, which ends here whatever happens."""
     code = 1
     try:
@@ -90,9 +90,11 @@ def work(folder: Path, make: Callable[[FileKeeper], Any]) -> NoReturn:
     except BaseException as error:  # noqa: BLE001  it is raised again where it can be told
         send(error, folder)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # nobody may read them any more; the process must not go on as the other one does
+            os._exit(code)
 
 
 def end_with_parent() -> None:
