@@ -312,6 +312,24 @@ def same_bytes(one, other):
 
 
 @pytest.mark.exhaustive
+def test_all_ranks_are_recompiled_where_that_is_asked_for(copied):
+    threads, params = torch.get_num_threads(), graft.SamplingParams(max_tokens=6, ignore_eos=True)
+    made_by = EngineRequest("tiny-llama", dtype="float32", backend="eager", device="cpu", tensor_parallel_size=2)
+    sign(copied, built_for={"torch": "2.9.0"}, made_by=list(made_by.command()))
+    with pytest.raises(ArtifactError, match=r"graft compile tiny-llama .*--tensor-parallel=2 -o .* --overwrite"):
+        graft.LLM(copied)
+    again = graft.LLM(copied, recompile=True, **SMALL)
+    (note,) = [note for note in again.report.notes if note.startswith("recompiled")]
+    assert "torch was 2.9.0" in note and "nothing was compiled" in " ".join(again.report.notes)
+    expected = graft.LLM("tiny-llama", dtype="float32", backend="eager", device="cpu", **SMALL)
+    answers = [llm.generate([[5, 6, 7]], params)[0].token_ids for llm in (again, expected)]
+    assert answers[0] == answers[1] and again.engine.graph.group.world == 2
+    assert (copied / "rank1" / GRAPH).is_file(), "those that were there were alike"
+    again.engine.graph.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.exhaustive
 def test_a_rank_that_is_killed_while_it_writes_leaves_nothing(tmp_path):
     threads = torch.get_num_threads()
     llm = graft.LLM("tiny-llama", tensor_parallel_size=2, backend="eager", device="cpu", dtype="float32", **SMALL)
