@@ -10,7 +10,14 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import graft
-from graft.base.errors import CaptureError, ChangedModule, GradientsRefused, ReplacedBuffer, TransformRefused, UsageError
+from graft.base.errors import (
+    CaptureError,
+    ChangedModule,
+    GradientsRefused,
+    ReplacedBuffer,
+    TransformRefused,
+    UsageError,
+)
 
 
 class Scaled(nn.Module):

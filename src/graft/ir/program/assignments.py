@@ -63,7 +63,7 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
             result = forward(*args, **kwargs)
             layouts.refuse_changes()
             traced = dict(module.named_parameters(remove_duplicate=False))
-            twins = {id(parameter): traced.get(path, parameter) for path, parameter in parameters.items()}
+            twins: dict[int, Tensor] = {id(p): traced.get(path, p) for path, p in parameters.items()}
             old, new = assigned(state, real, weights, twins)
             refuse_changes(given, "changes the argument", "return the new values instead")
             return write_back(result, old, new) if old else result
