@@ -127,9 +127,10 @@ def failed_rank(error: Exception) -> RankFailed:
     """Of an error in the middle of something that all ranks do together, where no process is watched: the connection
     to another broke, or it is this rank's own."""
     told = f"{type(error).__name__}: {error}"
-    if isinstance(error, distributed.DistError) or any(word in told for word in LOST):
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return RankFailed(None, f"the connection to it is lost ({first[-120:]}); what it has printed says why")
+    lost = next((word for word in LOST if word in told), None)
+    if lost is not None or isinstance(error, distributed.DistError):
+        why = lost or told.splitlines()[0][:120]
+        return RankFailed(None, f"the connection to it is lost ({why}); what it has printed says why")
     return RankFailed(distributed.get_rank() if distributed.is_initialized() else None, told)
 
 

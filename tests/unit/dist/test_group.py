@@ -7,7 +7,7 @@ import torch
 import torch.distributed as distributed
 
 from graft.base.errors import RanksDiffer, UsageError
-from graft.dist.group import TorchGroup, connect
+from graft.dist.group import TorchGroup, connect, failed_rank
 from graft.ops import ranks
 
 
@@ -61,3 +61,14 @@ def test_ranks_that_differ_are_refused_by_name(monkeypatch):
     group = TorchGroup(0, 3, "gloo", None, None)
     with pytest.raises(RanksDiffer, match=r"rank 2 has another version than rank 0 \(torch 2.11, not torch 2.13\)"):
         group.agree("version", "torch 2.13")
+
+
+def test_a_lost_connection_is_told_as_another_ranks_end():
+    """Where no process is watched; gloo says more than a line of it."""
+    gloo = "[pair.cc:547] Connection closed by peer [127.0.0.1]:9. This may be caused by a remote worker. GLHF!"
+    lost = failed_rank(RuntimeError(gloo))
+    assert lost.rank is None and str(lost).startswith(
+        "another rank failed: the connection to it is lost (Connection closed by peer); what it has printed says why."
+    )
+    assert "is lost (DistStoreError: timed out)" in str(failed_rank(distributed.DistStoreError("timed out")))
+    assert "failed: ValueError: own" in str(failed_rank(ValueError("own")))
