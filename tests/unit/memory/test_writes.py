@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import graft.ops  # noqa: F401  registers the op that a test calls, also where this file runs alone
 from graft.ir.trace import export_graph
 from graft.memory.writes import state_writes
 
