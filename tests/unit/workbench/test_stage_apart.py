@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -24,7 +25,11 @@ from processes import run_python
 
 
 def apart(function, calls, **settings) -> Story:
-    return tell_apart(lambda keeper: tell_story(function, calls, keeper=keeper, **settings), "program.py:f")
+    def make(keeper):
+        faulthandler.disable()  # pytest's; these programs are meant to crash
+        return tell_story(function, calls, keeper=keeper, **settings)
+
+    return tell_apart(make, "program.py:f")
 
 
 def of(name: str) -> Story:
@@ -102,6 +107,18 @@ def test_errors_are_those_of_the_other_process(capfd):
         tell_apart(raising(KeyboardInterrupt()), "t")
     with pytest.raises(UsageError, match=r"^t cannot be used: the process left with code 9 before anything was"):
         tell_apart(lambda _: os._exit(9), "t")
+
+
+def test_a_process_that_has_compiled_before_can_tell_a_story():
+    """Inductor's threads are not there in a forked process, and what waits for them would wait for ever."""
+
+    def make(_keeper):
+        assert AsyncCompile.pool().submit(int).result(timeout=60) == 0
+        return Story("f", "eager", "2.13.0", "cpu")
+
+    with torch._inductor.config.patch(compile_threads=2):
+        assert AsyncCompile.pool().submit(int).result() == 0
+        assert tell_apart(make, "f").target == "f"
 
 
 def test_a_process_whose_output_nobody_reads_ends_all_the_same():

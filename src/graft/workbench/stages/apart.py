@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from graft.base.errors import GraftError, UsageError
+from graft.stages.forked import forget_threads
 from graft.stages.story import Story, StoryEnd, revive
 from graft.workbench.stages.saved import FILE, story_text
 
@@ -81,6 +82,7 @@ def work(folder: Path, make: Callable[[FileKeeper], Any]) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
         end_with_parent()
+        forget_threads()
         keeper = FileKeeper(folder)
         keeper.story(make(keeper))
         (folder / DONE).touch()
