@@ -10,11 +10,10 @@ import torch
 import graft
 from cache_model import make
 from capture_cases import engine, run
-from conftest import tiny
 from graft.base.errors import CacheMisuse, EngineFailed, OutOfMemory, UsageError
 from graft.engine.kv import offload
 from graft.engine.kv.moves import Copy, Offload, Reload
-from graft.engine.kv.offload import HostMemory, slots_for
+from graft.engine.kv.offload import HostMemory, host_memory, slots_for
 from graft.engine.kv.tensors import LayerShape, allocate, copy_blocks
 from graft.engine.options import EngineOptions
 from graft.weights.quantize import FP8
@@ -145,8 +144,11 @@ def test_what_cannot_be_is_refused(monkeypatch):
     monkeypatch.setattr(offload, "free_memory", lambda device: 1 << 20)
     with pytest.raises(OutOfMemory, match=r"1\.0 GiB of host memory were asked for, and 1\.0 MiB are free"):
         slots_for("1GiB", BLOCK)
+    asked = EngineOptions(kv_offloading_size="64KiB")
     with pytest.raises(UsageError, match="states of recurrent layers"):
-        graft.LLM(tiny("lfm2"), kv_offloading_size="64KiB", self_check=False)
+        host_memory(filled(FP8), BLOCK, asked, ranks=1, recurrent=True)
+    with pytest.raises(UsageError, match="each of 2 ranks has a part of a block"):
+        host_memory(filled(FP8), BLOCK, asked, ranks=2, recurrent=False)
 
 
 def test_the_report_says_how_much_there_is():
