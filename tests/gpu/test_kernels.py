@@ -13,8 +13,12 @@ from graft.ops.cases import tolerance
 from graft.ops.selection import problem_of
 
 CPU_ONLY = {"packed_embedding"}  # its tiles are the native backend's: no graph for a GPU has it
+RANKS = {"all_reduce", "all_gather"}  # one process has no other rank to exchange with
 CASES = [
-    (op, case) for op in OPS if op not in CPU_ONLY for case in importlib.import_module(f"graft.ops.{op}.cases").CASES
+    (op, case)
+    for op in OPS
+    if op not in CPU_ONLY | RANKS
+    for case in importlib.import_module(f"graft.ops.{op}.cases").CASES
 ]
 IDS = [f"{op}: {case.name}" for op, case in CASES]
 

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import graft
+from graft.bench.tune.results import StepSample
 from graft.bench.tune.search import candidates, tune
 from graft.cli.app import app
 from graft.engine.setup.choices import model_shapes
@@ -114,8 +115,8 @@ def test_an_override_changes_the_kernels_of_a_recorded_step(monkeypatch):
     monkeypatch.setattr(launches, "launch_matvec", lambda call, how: seen.append(how) or real(call, how))
     entries = {shape: {1: TunedEntry(Matvec(4, 8), 0.0, "here")} for shape in shapes}
     with overridden(entries):
-        us = DecodeTimer(llm)(1)
-    assert isinstance(us, float) and us > 0, us
+        sample = DecodeTimer(llm)(1)
+    assert isinstance(sample, StepSample) and sample.us > 0, sample
     assert set(seen) == {Matvec(4, 8)}
 
 
