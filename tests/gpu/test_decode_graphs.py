@@ -191,12 +191,16 @@ def test_first_runs_compile_side_by_side_and_each_kernel_once(monkeypatch, tmp_p
     assert [o.token_ids for o in exact.generate(given, greedy())] == [o.token_ids for o in expected]
 
 
-def test_no_request_waits_for_the_kernels_of_a_step_with_prompts(monkeypatch, tmp_path):
+@pytest.mark.parametrize("lengths", [range(60, 69), range(1, 40), [200, 3]], ids=["long", "short", "mixed"])
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_no_request_waits_for_the_kernels_of_a_step_with_prompts(tokens, lengths, monkeypatch, tmp_path):
+    """Of as many tokens as a step has, and of few, alone and beside those that decode."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = fresh_kernels(monkeypatch)
-    llm = graft.LLM(model("llama", "bfloat16"), max_num_seqs=64, max_num_batched_tokens=512)
+    llm = graft.LLM(model("llama", "bfloat16"), max_num_seqs=64, max_num_batched_tokens=tokens)
     before = len(compiled)
-    llm.generate(prompts([60 + i % 9 for i in range(150)]), greedy(24))
+    llm.generate(prompts([lengths[0]]), greedy(3))
+    llm.generate(prompts([lengths[i % len(lengths)] for i in range(150)]), greedy(24))
     assert compiled[before:] == [] and not any("first run" in note for note in llm.report.notes)
 
 
@@ -218,7 +222,7 @@ def test_steps_with_prompts_ask_the_driver_for_no_memory():
 
 def fresh_kernels(monkeypatch):
     """As in a new process: Triton's functions forget what they compiled until the test ends. The list grows by each
-    compilation."""
+    compilation: its name, a key, and what it is compiled for."""
     functions = {
         id(value): value
         for name, module in list(sys.modules.items())
@@ -229,7 +233,8 @@ def fresh_kernels(monkeypatch):
     compiled, original = [], triton.compiler.compile
 
     def compile_it(source, *args, **kwargs):
-        compiled.append((source.name, source.hash(), str(kwargs["options"])))
+        what = f"{source.signature} {source.constants} {source.attrs} {kwargs['options']}"
+        compiled.append((source.name, source.hash(), what))
         return original(source, *args, **kwargs)
 
     monkeypatch.setattr(triton.compiler, "compile", compile_it)  # a function takes it from there when first called

@@ -14,6 +14,9 @@ from graft.ops.selection import problem_of
 
 CPU_ONLY = {"packed_embedding"}  # its tiles are the native backend's: no graph for a GPU has it
 RANKS = {"all_reduce", "all_gather"}  # one process has no other rank to exchange with
+# the first two are in captured graphs alone, where an engine has others in their place; prompts of the third are
+# computed by the reference, and it is off on a GPU
+REFERENCE = {"causal_conv", "latent_attention", "paged_latent_attention"}
 CASES = [
     (op, case)
     for op in OPS
@@ -46,11 +49,13 @@ def test_every_kernel_agrees_with_the_reference(name, case, dtype):
         if problem_of(kernel, OPS[name].call(*args)) is None:
             ran.append(kernel.name)
             assert close(kernel.run(*copied(args)), expected, 4 * tolerance(dtype, case.reduction)), kernel.name
-    assert ran, "no kernel of the op runs this case on a GPU"
+    assert ran or name in REFERENCE, "no kernel of the op runs this case on a GPU"
 
 
 def test_the_gpu_kernel_is_chosen_for_16_bit():
     for name, case in CASES:
+        if name in REFERENCE:
+            continue
         args = case.make("cuda", torch.bfloat16, torch.Generator().manual_seed(0))
         assert choose(OPS[name], OPS[name].call(*args)).kernel.kind in ("triton", "existing")
 

@@ -78,12 +78,13 @@ def cuda_capturer(device: torch.device) -> Capturer:
 
 
 def capture(
-    graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, run: Run, args: Sequence[Any], pool: Any = None
-) -> Sequence[Any]:
-    """The results of the captured call. Captures that share a `pool` overwrite each other's memory."""
+    graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, run: Run, args: Sequence[Any], pool: Any = None,
+    *, emptied: bool = True,
+) -> Sequence[Any]:  # fmt: skip
+    """The results of the captured call. Captures that share a `pool` overwrite each other's memory. emptied: see
+    begun."""
     try:
-        # thread_local: a capture may fall into the middle of serving, where other threads allocate memory
-        with workspaces_inside(), torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        with workspaces_inside(), begun(graph, side, pool, emptied=emptied):
             return run(*args)
     except RuntimeError as error:  # what CUDA and the operators raise; the first one is the cause
         FAILED.append(graph)
@@ -92,6 +93,26 @@ def capture(
             f"a call of the graph cannot be captured: {type(cause).__name__}: {cause}. State is as it was, but torch"
             " does not undo a failed capture: start a new process, with backend='eager' or 'inductor'"
         ) from error
+
+
+@contextmanager
+def begun(
+    graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, pool: Any = None, *, emptied: bool = True
+) -> Iterator[None]:
+    """emptied: what torch keeps of the device's memory, and of pinned memory, goes back to the driver first. Whoever
+    takes it again waits for all that is in flight, so a capture in the middle of serving leaves it."""
+    mode = "thread_local"  # such a capture may fall together with other threads' allocations
+    if emptied:
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=mode):
+            yield
+        return
+    torch.cuda.synchronize(side.device)
+    with torch.cuda.stream(side):
+        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode=mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def test_the_largest_step_is_padding_alone(seqs, tokens, room, rows):
     """It runs on a GPU before anybody asks, so that its kernels are there."""
     llm = engine("llama", True, blocks=12, max_num_seqs=seqs, max_num_batched_tokens=max(tokens, 64))
     before = [tensor.clone() for tensor in llm.engine.tensors]
-    (logits,) = llm.engine.loop.packed.largest(tokens, 320, room)()
+    (logits,) = llm.engine.loop.packed.padding_step(tokens, 320, room)()
     assert logits.shape[1] == rows and logits.isfinite().all()
     for tensor, was in zip(llm.engine.tensors, before, strict=True):
         assert torch.equal(tensor[:12], was[:12]) and not torch.equal(tensor[12], was[12])

@@ -307,24 +307,41 @@ def test_many_sequences_with_room_for_long_contexts_are_shared_out_evenly():
     assert not rule(7, 8, 1 << 17) and not rule(8, 8, 2048) and not rule(MOST_ROWS + 1, 8, 1 << 17)
 
 
-@pytest.mark.parametrize(("most", "kernels"), [(1024, 3), (2048, 3), (8192, 5)])
+class Launched:
+    """In a kernel's place: what it is compiled for."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __getitem__(self, grid):
+        return lambda *_, **constants: self.seen.append(tuple(sorted(constants.items())))
+
+
+@pytest.mark.parametrize(("most", "kernels"), [(1024, 3), (2048, 3), (8192, 5), (8193, 6)])
 def test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_request(most, kernels):
     """What the number of sequences and the width of the tables, that of the longest context, decide: the constants
     that a kernel is compiled with."""
     cache = torch.empty(1, 16, 8, 16)
 
-    def kernel(n, room):
-        lens, tables = torch.full((n, 2), 64), torch.empty(1, room // 16)
-        if not dispatch.many_decode(n, cache, tables, lens):
-            return "prefill"
-        if decode.is_even(n, 8, room):
-            return FEW_ROWS if n <= FEW_ROWS else MOST_ROWS
-        return str(decode.tiles_for(n * 8, 32, 1)), decode.split_count(n, 8, cache.device)
+    def kernel(n, room, longest):
+        """What the dispatch leads to: the rows that are shared out evenly, or the constants of split_kv."""
+        seen = []
+        lens, q = torch.full((n, 2), longest), torch.empty(1, 16, n + 1, 16)
+        with (
+            mock.patch.object(decode, "balanced", lambda *_: seen.append(FEW_ROWS if n <= FEW_ROWS else MOST_ROWS)),
+            mock.patch.object(decode, "split_kv_kernel", Launched(seen)),
+        ):
+            tables = torch.empty(n + 1, -(-room // 16))
+            dispatch.decode_beside(q, cache, cache, tables, lens[:, 1], lens, (1.0, None, None, None), q, n)
+        return seen[0] if seen else "prefill"
 
     with mock.patch.object(decode, "processors", lambda _: 132):
         ahead = {kernel(*case) for case in dispatch.decoding_cases(8, most)}
         rooms = {16, 512, min(most, 2048), min(most, 2064), most}
-        met = {kernel(n, room) for n in range(1, MOST_ROWS + 1) for room in rooms}
+        lengths = {room: {1, min(room, 8192), room} for room in rooms}
+        met = {
+            kernel(n, room, longest) for n in range(1, MOST_ROWS + 1) for room in rooms for longest in lengths[room]
+        }
         assert met == ahead and len(ahead) == kernels
 
 

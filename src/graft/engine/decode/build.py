@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from graft.engine.scheduler import Scheduler
 from graft.ops.launch import launch_failures, pdl_problem
 
 PROMPTS = "the largest step with prompts"
-PINNED_SIZES = range(7, 24)  # 128 bytes to 8 MiB in powers of two, as torch keeps them; longer tables are rare
-PINNED_EACH = 4  # two steps on their way, some copies of a size each
+SHORT_PROMPT = 2  # tokens: no kernel takes fewer otherwise
+# 8 bytes to 8 MiB in powers of two, as torch keeps them: longer tables are rare. Of each size what steps on their way
+# copy: two with some short copies, and one more, since torch knows a copy's end by the next one.
+PINNED = {power: 16 if power < 16 else 4 for power in range(3, 24)}
 
 
 def loop_problem(
@@ -66,19 +69,30 @@ def make_loop(
     said = notes(captures, device)
     if device.type == "cuda" and (problem := reserve(packed, most, device)) is not None:
         said.append(problem)
+    captures.serving = True
     return DecodeLoop(scheduler, buffers, captures, packed, steps, said)
 
 
 def first_runs(packed: PackedSteps, tokens: int, caches: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
     """The largest step with prompts, beside sequences that decode, with as many of them and tables as wide as each of
-    attention's kernels takes."""
+    attention's kernels takes; and a short prompt, which has kernels of its own."""
     from graft.ops.cached_attention.triton import decoding_cases
 
     cases = sorted({case for cache in caches for case in decoding_cases(cache.shape[2], packed.span)})
-    return {
-        f"{PROMPTS} beside {count} that decode, with room for {room} tokens": packed.largest(tokens, count, room)
-        for count, room in cases
+    runs = {
+        f"{PROMPTS} beside {count} that decode {longest} tokens or more, with room for {room}": packed.padding_step(
+            tokens, count, room, longest
+        )
+        for count, room, longest in cases
     }
+    runs["a short prompt"] = packed.padding_step(SHORT_PROMPT, 0, packed.block_size)
+    return {what: partial(run_and_choose, run) for what, run in runs.items()}
+
+
+def run_and_choose(run: Callable[[], Any]) -> None:
+    """As a step of greedy requests does."""
+    (logits,) = run()  # [1, n, vocab]
+    choose("greedy", torch.empty(logits.shape[1], dtype=torch.int64, device=logits.device), logits[0], None)
 
 
 @torch.inference_mode()
@@ -88,10 +102,8 @@ def reserve(packed: PackedSteps, tokens: int, device: torch.device) -> str | Non
     (8B, 600 requests of 2048/128: twelve steps of 250 ms among 270 of 130). What is wrong, or None."""
     try:
         with torch.cuda.device(device):  # Triton launches on the current one
-            (logits,) = packed.largest(tokens, packed.requests, packed.span)()  # [1, n, vocab]
-            chosen = torch.empty(logits.shape[1], dtype=torch.int64, device=device)
-            choose("greedy", chosen, logits[0], None)
-            pinned = [host((1 << size,), torch.uint8, device) for size in PINNED_SIZES for _ in range(PINNED_EACH)]
+            run_and_choose(packed.padding_step(tokens, packed.requests, packed.span))
+            pinned = [host((1 << power,), torch.uint8, device) for power, some in PINNED.items() for _ in range(some)]
             torch.cuda.synchronize(device)
         del pinned  # torch keeps it for those who ask next
     except launch_failures() as error:

@@ -32,6 +32,7 @@ from graft.ops.launch import launch_failures
 T = TypeVar("T")
 Step = Callable[[], object]
 Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
+LATE_CAPTURE = 2 << 30  # bytes free, with which it need not empty torch's caches: a step of 2,048 tokens has less
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class CapturedSteps:
         self.failures: dict[Key | str, BaseException] = {}  # of first runs, told when the step is captured
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
+        self.serving = False  # steps have the memory that they need
 
     def make_all(
         self, sizes: Sequence[int], progress: Progress | None = None, beside: Mapping[str, Step] | None = None
@@ -174,7 +176,8 @@ class CapturedSteps:
             # warm-up and capture on one stream: libraries keep a workspace for each
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
                 warm_up(step)
-                result = capture(graph, stream, lambda: [step()], (), self.pool)[0]
+                emptied = not self.serving or torch.cuda.mem_get_info(self.device)[0] < LATE_CAPTURE
+                result = capture(graph, stream, lambda: [step()], (), self.pool, emptied=emptied)[0]
         finally:
             here.wait_stream(stream)
         return graph.replay, result

@@ -119,14 +119,15 @@ class PackedSteps:
             self.out = torch.empty_like(logits[0])
         self.out.copy_(logits[0])
 
-    def largest(self, tokens: int, decoding: int, room: int) -> Callable[[], Any]:
+    def padding_step(self, tokens: int, decoding: int, room: int, context: int = 1) -> Callable[[], Any]:
         """A step of so many tokens, all of them padding, that is launched and not captured: so many sequences that
         decode, as far as there are rows for them, and prompts behind them. room: tokens that a row of its tables has
-        blocks for."""
+        blocks for. context: tokens of those that decode."""
         ones, width = min(self.requests, decoding, tokens - 1), max(room // self.block_size, 1)
         whole, rest = divmod(tokens - ones, width * self.block_size)
         parts = [1] * ones + [width * self.block_size] * whole + [rest] * (rest > 0)
         host = HostBatch().padded(tokens, len(parts), parts, self.padding, self.block_size)
+        host.seq_lens[:ones], host.lens_cpu[:ones] = [context] * ones, [(1, context)] * ones
         flat, at = host.flat()
         tables = torch.full((len(parts), width), self.padding, device=self.device)
         batch = views(on_host(flat, self.device).to(self.device), at, tables, host.host_lens())

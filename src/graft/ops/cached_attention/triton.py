@@ -4,7 +4,8 @@ Beside prompts, a few sequences that decode go through the prefill kernel too: o
 their number, where split_kv has a variant for each number of parts, compiled for a second or two when first met. Many
 have a single part or even shares, and with them one variant or two: split_kv then takes them, since a row of one
 token fills the prefill kernel's tile of 128 / GROUP tokens (8B, 950 rows of 192 tokens beside prompts: 27 against
-5 ms a step, RESULTS.md).
+5 ms a step, RESULTS.md). It also takes few with long contexts, in one number of parts (8B, 20,000 tokens each: two
+variants compiled on the way were 1.4 s of a load).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from graft.ops.launch import capturing
 from graft.ops.paged_cache import block_of
 
 LONG_CONTEXT = 8192  # tokens: one program reads them in about 150 us, which a step with prompts in it hides
+LONG_SPLITS = 16  # parts of such a context: 128 programs for one sequence with 8 key-value heads
 
 
 def cached_attention_triton(
@@ -42,10 +44,8 @@ def cached_attention_triton(
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     # what a capture took from the CPU would stay as it was, so there the prefill kernel takes all
     n = 0 if capturing(q) else decoding(lens_cpu.tolist())
-    if not many_decode(n, k_cache, block_tables, lens_cpu):
+    if n and not decode_beside(q, k_cache, v_cache, block_tables, seq_lens, lens_cpu, options, out, n):
         n = 0
-    if n:
-        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
     prefill(q, k_cache, v_cache, block_tables[n:], cu_seqlens[n:], seq_lens[n:], *options, out)
     return out
 
@@ -62,9 +62,7 @@ def cached_attention_flash(
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     options, n = (scale, window, softcap, sinks), decoding(lens_cpu.tolist())
-    if n and many_decode(n, k_cache, block_tables, lens_cpu):
-        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
-    elif n:
+    if n and not decode_beside(q, k_cache, v_cache, block_tables, seq_lens, lens_cpu, options, out, n):
         prefill(q[:, :, :n], k_cache, v_cache, block_tables[:n], cu_seqlens[: n + 1], seq_lens[:n], *options, out)
     rows = rows_for(lens_cpu[n:, 1])
     keys, values, starts = gather(k_cache, v_cache, block_tables[n:], seq_lens[n:], rows, q.dtype)
@@ -72,20 +70,41 @@ def cached_attention_flash(
     return out
 
 
-def many_decode(n: int, cache: Tensor, block_tables: Tensor, lens_cpu: Tensor) -> bool:
-    """Whether the first n sequences, which decode beside prompts, go through split_kv."""
+def decode_beside(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, lens_cpu: Tensor,
+    options: tuple[float, int | None, float | None, Tensor | None], out: Tensor, n: int,
+) -> bool:  # fmt: skip
+    """Writes the rows of the first n sequences, which decode beside prompts, by split_kv. Whether it did."""
+    few_variants = in_few_variants(n, k_cache, block_tables)
+    if not few_variants and not has_long_context(n, lens_cpu):
+        return False
+    splits = None if few_variants else LONG_SPLITS
+    rows = (q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n])
+    split_kv(*rows, *options, out=out[:, :n], splits=splits)
+    return True
+
+
+def in_few_variants(n: int, cache: Tensor, block_tables: Tensor) -> bool:
+    """Whether split_kv takes n sequences with one of the kernels that it has for many."""
     room = block_tables.shape[1] * block_of(cache)
-    few_variants = is_even(n, cache.shape[2], room) or one_part(n, cache)
-    return n > 0 and (few_variants or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT)
+    return is_even(n, cache.shape[2], room) or one_part(n, cache)
 
 
-def decoding_cases(kv: int, room: int) -> tuple[tuple[int, int], ...]:
-    """Numbers of sequences that decode beside prompts, and tokens that the tables of the step have room for: a case
-    for each kernel that may take them. Tables are as wide as the longest context of a step needs, up to `room`."""
+def has_long_context(n: int, lens_cpu: Tensor) -> bool:
+    """Whether one of the first n sequences has."""
+    return int(lens_cpu[:n, 1].max()) > LONG_CONTEXT
+
+
+def decoding_cases(kv: int, room: int) -> tuple[tuple[int, int, int], ...]:
+    """Numbers of sequences that decode beside prompts, tokens that the tables of the step have room for, and tokens
+    of the longest: a case for each kernel that may take them. Tables are as wide as the longest context of a step
+    needs, up to `room`."""
     short = min(room, EVEN_CONTEXT)
-    cases = [(count, short) for count in (1, MANY_PROGRAMS // kv + 1, -(-MOST_PROGRAMS // kv))]
+    cases = [(count, short, 1) for count in (1, MANY_PROGRAMS // kv + 1, -(-MOST_PROGRAMS // kv))]
     if room > EVEN_CONTEXT:
-        cases += [(-(-EVEN_PROGRAMS // kv), room), (FEW_ROWS + 1, room)]
+        cases += [(-(-EVEN_PROGRAMS // kv), room, 1), (FEW_ROWS + 1, room, 1)]
+    if room > LONG_CONTEXT and kv < EVEN_PROGRAMS:
+        cases.append((1, room, LONG_CONTEXT + 1))
     return tuple(cases)
 
 

@@ -128,6 +128,7 @@ def split_kv(
     rotation: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early, even: else from the shapes.
+    With `splits` the tiles are those of more than FEW_PROGRAMS, so that few sequences have one variant.
 
     rotation: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d]: queries and keys are rotated and the cache
     is written on the way; else that has been done. even: all contexts shared out evenly (balanced).
@@ -148,7 +149,8 @@ def split_kv(
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
         built: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
     else:
-        tile, built = tiles_for(n * kv, call.row, call.twice)
+        programs = n * kv if splits is None else max(n * kv, FEW_PROGRAMS + 1)
+        tile, built = tiles_for(programs, call.row, call.twice)
         splits = splits or split_count(n, kv, q.device)
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     stats = torch.empty((2, n, h, splits) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
