@@ -25,6 +25,17 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def quotient(x, y):
+    """x / y to two units in the last place, as `/` gives it, in half of its instructions; 0 for y beyond 2^126."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return x / y
+
+
+@triton.jit
 def tanh(x):
     # near 0 the quotient cancels, so the polynomial of Cephes takes over; both are good to 2 units in the last place
     z = x * x

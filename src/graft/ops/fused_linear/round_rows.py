@@ -49,7 +49,8 @@ def to_fp8(x, EXACT: tl.constexpr):
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # to 3 bits of mantissa, ties to even
         small = (x + 24576.0) - 24576.0  # multiples of 2^-9, the steps below 2^-6
         x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-    return tl.minimum(tl.maximum(x, -TOP), TOP).to(tl.float8e4nv)
+        x = tl.minimum(tl.maximum(x, -TOP), TOP)  # the instruction of a device does that
+    return x.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -103,12 +104,14 @@ def round_row(
     part_0, part_1, out, scales, row, width, HALF: tl.constexpr, INT8: tl.constexpr, WORDS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """A row, in two parts as `run_columns` takes it apart, and zeros beyond it: its scale, and what is left."""
+    """A row, in two parts as `run_columns` takes it apart, and zeros beyond it: its scale, and what is left.
+
+    Of 8,192 rows the instructions count: each of a value takes as long as 3 % of its bytes."""
     largest = tl.maximum(tl.max(tl.abs(part_0), axis=0), tl.max(tl.abs(part_1), axis=0))
-    scale = tl.maximum(largest / (TOP_INT8 if INT8 else TOP), LEAST)
-    broken = tl.max(((part_0 != part_0) | (part_1 != part_1)).to(tl.int32), axis=0)  # a maximum passes over NaN
-    scale = tl.where(broken > 0, float("nan"), scale)
-    part_0, part_1 = part_0 / scale, part_1 / scale
+    broken = tl.sum(part_0 * 0.0 + part_1 * 0.0, axis=0)  # NaN where one is no number, which a maximum passes over
+    scale = tl.maximum(largest / (TOP_INT8 if INT8 else TOP), LEAST) + broken
+    shrink = 1.0 / scale
+    part_0, part_1 = part_0 * shrink, part_1 * shrink
     if WORDS:
         store_rounded(out, row, tl.arange(0, 2 * HALF), tl.interleave(part_0, part_1), width, INT8, EXACT)
     else:

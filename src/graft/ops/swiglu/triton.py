@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.triton_math import quotient
+
 
 @triton.jit
 def tanh(x):
@@ -18,7 +20,7 @@ def tanh(x):
 def activate(g, ACTIVATION: tl.constexpr):
     """g in float32."""
     if ACTIVATION == "silu":
-        a = g / (1.0 + tl.exp(-g))
+        a = quotient(g, 1.0 + tl.exp(-g))
     elif ACTIVATION == "gelu_tanh":
         a = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
     else:

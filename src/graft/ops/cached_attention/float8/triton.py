@@ -13,9 +13,8 @@ from graft.ops.triton_math import INTERPRETED
 def scales_for(heads):
     """[m, d] → [m, 1], with which the largest magnitude of each is 448; NaN where a head has one."""
     wide = heads.to(tl.float32)
-    scales = tl.maximum(tl.max(tl.abs(wide), axis=1) / TOP, LEAST)
-    broken = tl.max((wide != wide).to(tl.int32), axis=1)  # a maximum passes over NaN
-    return tl.where(broken > 0, float("nan"), scales)[:, None]
+    broken = tl.sum(wide * 0.0, axis=1)  # NaN where one is no number, which a maximum passes over
+    return (tl.maximum(tl.max(tl.abs(wide), axis=1) / TOP, LEAST) + broken)[:, None]
 
 
 @triton.jit
@@ -26,4 +25,4 @@ def larger(a, b):
 
 @triton.jit
 def divided(heads, scales):
-    return to_fp8(heads.to(tl.float32) / scales, INTERPRETED)
+    return to_fp8(heads.to(tl.float32) * (1.0 / scales), INTERPRETED)
