@@ -72,15 +72,18 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def gradient_notes(grad: str, names: Sequence[str]) -> tuple[str, ...]:
-    """For the report: what becomes of the gradients of the state that the graph uses."""
+def gradient_notes(grad: str, names: Sequence[str], lines: Sequence[str] = ()) -> tuple[str, ...]:
+    """For the report: what becomes of the gradients of the state that the graph uses, and of tensors that the program
+    marks itself at these lines."""
     if grad == "honour":
-        return ("gradients: backward runs the module itself once more, with autograd",)
-    if not names:
-        return ()
+        again = "gradients: backward runs the module itself once more, with autograd"
+        apart = f"gradients: those that forward asks for with requires_grad ({listed(lines)}) are that run's own"
+        return (again, f"{apart}; results carry some where an input or a parameter requires them")[: 1 + bool(lines)]
     asked = "as asked" if grad == "drop" else "grad='honour' gives them"
     verb = "requires" if len(names) == 1 else "require"
-    return (f"gradients: results carry none, though {listed(names)} {verb} them; {asked}",)
+    whose = [f"{listed(names)} {verb} them"] * bool(names)
+    whose += [f"forward asks for them with requires_grad ({listed(lines)})"] * bool(lines)
+    return tuple(f"gradients: results carry none, though {one}; {asked}" for one in whose)
 
 
 def requiring(values: Sequence[Any], names: Sequence[str]) -> list[str]:

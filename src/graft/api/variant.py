@@ -27,6 +27,7 @@ from graft.ir.canonical.normal_form import is_random
 from graft.ir.effects import storage_root
 from graft.ir.io.pytrees import nesting, result_names, unflatten
 from graft.ir.nodes import leaves, outlives_call, output_node, placeholders
+from graft.ir.program.gradient_flags import gradients_asked
 from graft.ir.program.signature import Signature
 from graft.ir.trace import EXPORT, DecompositionLevel, use_level
 from graft.memory.alias_map import Alias, state_records
@@ -157,7 +158,7 @@ def build_variant(
     """The pipeline over a captured graph, then the backend. `inputs`: flat ones, to measure it with."""
     gm = captured.graph_module
     context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
-    training, unwritten = trainable(gm), uninitialised_notes(gm)
+    training, unwritten, marked = trainable(gm), uninitialised_notes(gm), gradients_asked(gm)
     donate(gm, captured.signature.names_of_inputs, settings.donate)
     with use_level(settings.level):
         last = compute_in_place(captured.signature.names_of_inputs, settings.donate, settings.backend)
@@ -166,7 +167,7 @@ def build_variant(
         *captured.notes,
         *unwritten,
         *decomposition_notes(settings.level),
-        *gradient_notes(settings.grad, list(training)),
+        *gradient_notes(settings.grad, list(training), marked),
     )
     variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
     if settings.grad == "honour":

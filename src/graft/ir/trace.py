@@ -26,6 +26,7 @@ from graft.ir.program.assigned_weights import AssignedWeights, refuse_reads, wit
 from graft.ir.program.assignments import assignments_as_writes
 from graft.ir.program.frames import forward_frames
 from graft.ir.program.generators import generators_kept, refuse_new_generators
+from graft.ir.program.gradient_flags import META, GradientFlags
 from graft.ir.program.indexing import TensorPositions
 from graft.ir.program.node_values import values_alone
 from graft.ir.program.results import keep_results_apart, result_objects
@@ -114,6 +115,7 @@ def export_once(
             assignments_as_writes(module),
             quiet(FAKE_TENSOR),
             generators_kept(module, (args, kwargs or {})) as generators,
+            GradientFlags() as flags,
         ):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
             program = taken_apart(program)
@@ -123,6 +125,7 @@ def export_once(
         raise CaptureError(why_not_captured(module, error)) from error
     gm = program_graph(program, module)
     refuse_new_generators(gm, generators)
+    gm.meta[META] = tuple(flags.lines)
     return gm
 
 

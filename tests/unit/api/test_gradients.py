@@ -208,6 +208,45 @@ def test_a_function_that_closes_over_what_requires_gradients_says_so():
     assert "gradients: results carry none, though w requires them; grad='honour' gives them" in notes
 
 
+@pytest.mark.parametrize("way", ["method", "attribute"])
+def test_a_program_that_marks_a_tensor_itself_says_so_with_its_line(way):
+    def mark(x):
+        y = x * 2
+        if way == "method":
+            return y.requires_grad_() * 3
+        y.requires_grad = True
+        return y * 3
+
+    x = torch.randn(3)
+    assert mark(x).requires_grad
+    compiled = graft.compile(mark, (x,))
+    (note,) = (note for note in compiled.report.notes if note.startswith("gradients: "))
+    line = mark.__code__.co_firstlineno + (3 if way == "method" else 4)
+    assert f"forward asks for them with requires_grad (test_gradients.py:{line}); grad='honour' gives them" in note
+    assert compiled(x).grad_fn is None
+    honoured = graft.compile(mark, (x,), grad="honour")
+    assert any(f"(test_gradients.py:{line}) are that run's own" in note for note in honoured.report.notes)
+    assert not honoured(x).requires_grad
+    if way == "method":  # the attribute of what has a history cannot be set, in eager neither
+        assert honoured(x.clone().requires_grad_()).grad_fn is not None
+
+
+def test_gradients_that_a_program_takes_itself_are_traced_without_a_word():
+    def force(x):
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad((y**3).sum(), y)
+        return -slope
+
+    def unmarked(x):
+        return x.detach().requires_grad_(False) * 3
+
+    x = torch.randn(3)
+    for program in (force, unmarked):
+        compiled = graft.compile(program, (x,))
+        assert torch.allclose(compiled(x), program(x)) and not any("gradients" in n for n in compiled.report.notes)
+
+
 def test_only_results_that_carry_gradients_in_eager_carry_them():
     def program(x):
         with torch.no_grad():
