@@ -9,6 +9,7 @@ from typing import Any
 
 import graft
 from conftest import tiny
+from graft.engine.kv.states import bytes_per_slot
 from graft.engine.kv.tensors import shapes_like
 from graft.engine.kv.view import CacheView
 from graft.engine.options import EngineOptions
@@ -27,6 +28,9 @@ def engine(family: str, record: bool, blocks: int | None = None, **options: Any)
     layers = shapes_like(whole.tensors)
     if blocks is not None:
         options["kv_cache_memory"] = blocks * whole.cache_bytes // whole.manager.blocks
+        if whole.states is not None:  # which may take half of it
+            most = options.get("max_num_seqs", whole.states.slots)
+            options["kv_cache_memory"] += most * bytes_per_slot(whole.states.shapes)
     other = copy.copy(llm)
     size = whole.manager.block_size
     other.engine, other.size = build_engine(
@@ -37,6 +41,7 @@ def engine(family: str, record: bool, blocks: int | None = None, **options: Any)
         EngineOptions(**options),
         llm.device,
         content=llm.cache.content,
+        states=llm.cache.states,
         record=record,
     )
     assert blocks is None or other.engine.manager.blocks == blocks

@@ -17,8 +17,8 @@ from graft.ops.advance_rows.reference import NOTHING
 from graft.ops.layout import Batch, one_token_each
 
 # The lines of `state` [lines, rows], eight bytes each; the last three are float64.
-TOKENS, SEQ_LENS, LIVE, ENTRIES, BLOCKS, LINES_FILLED, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
-LINES = 10
+TOKENS, SEQ_LENS, LIVE, ENTRIES, BLOCKS, STATE_SLOTS, LINES_FILLED, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(11)
+LINES = 11
 RING = 2  # steps on the way at once
 
 
@@ -28,17 +28,19 @@ class StepBuffers(Arrival):
     def __init__(self, tokens: Tensor, device: torch.device) -> None:
         super().__init__(tokens, device)  # its line of the ring
         rows = tokens.shape[0]
-        self.commands = host((2, rows), torch.int64, device)  # entries, blocks
+        self.commands = host((3, rows), torch.int64, device)  # entries, blocks, slots of states
         self.uniform = host((rows,), torch.float64, device)
         self.command_array, self.uniform_array = self.commands.numpy(), self.uniform.numpy()  # the same memory
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """`padding` is the block of the cache that rows without a request write to; the block manager has it not."""
+    """`padding` is the block of the cache that rows without a request write to; the block manager has it not. So is
+    `nobody` the slot of recurrent states."""
 
     block_size: int
     padding: int
+    nobody: int
     state: Tensor  # [LINES, rows] int64
     uniform: Tensor  # [rows] float64
     fed: Tensor  # [3, rows]: input ids, positions, slots
@@ -53,13 +55,13 @@ class Buffers:
     filled: torch.cuda.Event | None
 
     @staticmethod
-    def make(rows: int, width: int, block_size: int, padding: int, device: torch.device) -> Buffers:
+    def make(rows: int, width: int, block_size: int, padding: int, device: torch.device, nobody: int = 0) -> Buffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         delivered = host((RING, rows), torch.int64, device)
         buffers = Buffers(
-            block_size, padding, zeros(LINES, rows), zeros(rows, dtype=torch.float64), zeros(3, rows),
+            block_size, padding, nobody, zeros(LINES, rows), zeros(rows, dtype=torch.float64), zeros(3, rows),
             zeros(rows, width), zeros(rows * width), torch.arange(rows + 1, device=device),
             torch.ones(rows, 2, dtype=torch.int64), host((LINES, rows), torch.int64, device),
             host((rows * width,), torch.int64, device), delivered,
@@ -84,7 +86,11 @@ class Buffers:
 
     @property
     def commands(self) -> Tensor:
-        return self.state[ENTRIES : BLOCKS + 1]  # [2, rows]
+        return self.state[ENTRIES : STATE_SLOTS + 1]  # [3, rows]
+
+    def state_slots(self, count: int) -> Tensor:
+        """[count]: where the rows have the states of recurrent layers."""
+        return self.state[STATE_SLOTS, :count]
 
     def advance(self, count: int) -> tuple[Tensor, Sequence[Any]]:
         """Where the inputs of a step of `count` rows go, and what graft::advance_rows makes them of."""
@@ -114,6 +120,7 @@ class Buffers:
         state = self.host_state.numpy()
         numbers = state.view(np.float64)
         state[:], state[SEQ_LENS], state[ENTRIES], state[LINES_FILLED] = 0, 1, NOTHING, lines_filled
+        state[STATE_SLOTS] = self.nobody
         longest = max((len(r.table.blocks) for r in requests if r.table is not None), default=1)
         tables = self.host_tables.numpy()[: count * longest].reshape(count, longest)
         tables[:] = self.padding
@@ -128,6 +135,8 @@ class Buffers:
                 1,
                 min(params.top_k, LARGEST_K),
             )
+            if request.state_slot is not None:
+                state[STATE_SLOTS, row] = request.state_slot
             numbers[[TEMPERATURE, MIN_P, TOP_P], row] = params.temperature, params.min_p, params.top_p
         self.state.copy_(self.host_state, non_blocking=True)
         self.sent[: tables.size].copy_(self.host_tables[: tables.size], non_blocking=True)

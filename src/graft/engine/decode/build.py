@@ -29,9 +29,7 @@ SHORT_PROMPT = 2  # tokens: no kernel takes fewer otherwise
 PINNED = {power: 16 if power < 16 else 4 for power in range(3, 24)}
 
 
-def loop_problem(
-    device: torch.device, backend: str, options: EngineOptions, ranks: int = 1, *, recurrent: bool = False
-) -> str | None:
+def loop_problem(device: torch.device, backend: str, options: EngineOptions, ranks: int = 1) -> str | None:
     """Why decode steps are not captured, or None."""
     if options.enforce_eager:
         return "enforce_eager was asked for"
@@ -39,8 +37,6 @@ def loop_problem(
         return "nothing is decoded"
     if device.type != "cuda":
         return f"the model is on {device}"
-    if recurrent:
-        return "a recurrent state cannot take back a token that a step ahead of the host has fed"
     if ranks > 1:
         return f"the {ranks} ranks are told each step one by one"
     if backend != "eager":
@@ -56,14 +52,15 @@ def make_loop(
     options: EngineOptions,
     progress: Progress | None = None,
 ) -> DecodeLoop:
-    manager, device = scheduler.manager, tensors[0].device
+    manager, states, device = scheduler.manager, scheduler.states, tensors[0].device
     sizes = bucket_sizes(scheduler.max_num_seqs, options.cudagraph_capture_sizes)
     width = min(manager.blocks_for(context), manager.blocks)  # no table is longer
-    buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
-    captures = CapturedSteps(graph, tensors, buffers)
+    nobody = 0 if states is None else states.nobody
+    buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device, nobody)
+    captures = CapturedSteps(graph, tensors, buffers, states)
     asked = options.cudagraph_capture_sizes is not None
     steps = BatchSizes(sizes, DECODE_PAYS, sizes if asked else ())
-    packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, captures.packed)
+    packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, captures.packed, states)
     most = scheduler.max_num_batched_tokens
     captures.make_all(steps.used, progress, first_runs(packed, most, tensors) if device.type == "cuda" else {})
     said = notes(captures, device)

@@ -25,6 +25,7 @@ from graft.engine.decode.buckets import table_widths
 from graft.engine.decode.buffers import Buffers
 from graft.engine.decode.choose import Kind, choose
 from graft.engine.decode.warming import run_together
+from graft.engine.kv.states import StateCache
 from graft.ops.advance_rows.op import advance_into
 from graft.ops.deliver_rows.op import deliver
 from graft.ops.launch import launch_failures
@@ -47,9 +48,16 @@ class CapturedStep:
 class CapturedSteps:
     """Made largest first, in one pool of memory: their steps never run at the same time."""
 
-    def __init__(self, graph: Callable[..., Any], tensors: Sequence[Tensor], buffers: Buffers) -> None:
+    def __init__(
+        self,
+        graph: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        buffers: Buffers,
+        states: StateCache | None = None,  # of recurrent layers
+    ) -> None:
         self.graph = graph
         self.tensors = tensors
+        self.states = states
         self.buffers = buffers
         self.device = buffers.state.device
         self.made: dict[Key, CapturedStep] = {}
@@ -143,12 +151,13 @@ class CapturedSteps:
         (fed, known), tokens = buffers.advance(rows), buffers.tokens[:rows]
         settings, batch = buffers.settings(rows), buffers.batch(rows, width)
         inputs, on_host = batch.inputs(), self.device.type == "cpu"
+        states = () if self.states is None else self.states.beside(buffers.state_slots(rows))
 
         def step() -> Tensor:
             advance_into(fed, *known)
             if on_host:  # the references take sizes from there; kernels of a device know them to be one token each
                 batch.lens_cpu[:, 1] = batch.seq_lens
-            (logits,) = self.graph(*inputs, *self.tensors)  # [1, B, vocab]
+            (logits,) = self.graph(*inputs, *self.tensors, *states)  # [1, B, vocab]
             if kind != "logits":
                 choose(kind, tokens, logits[0], settings)
                 deliver(tokens, buffers.lines_filled, buffers.delivered)

@@ -10,6 +10,8 @@ has them (`begin`).
 A step that is launched before the one ahead of it is known may feed a request that has ended. Its token is thrown
 away. What it wrote lies behind all that was committed, so in a block that is not stored and that no other table has:
 the manager gives such a block to others as a free one, and their steps run behind this one on the same stream.
+A recurrent state has nothing behind it: what a step fed cannot be fed again or be otherwise. So whoever goes on from
+a step that is taken back, or from a token that the host chooses anew, is computed again from its start, in any slot.
 A lack of memory, a capture that has to be made, parameters that need logits on the host: these wait until nothing is
 in flight.
 """
@@ -230,11 +232,16 @@ class DecodeLoop:
         """Sends the commands, and takes note of what the device knows then."""
         slot.command_array[0] = NOTHING
         for row, (entry, block) in commands.items():
-            slot.command_array[:, row] = entry, block
+            slot.command_array[:2, row] = entry, block
             if entry == LEAVE:
                 self.layout.requests[row] = None
             else:
                 self.layout.tables[row][entry : entry + 1] = [block]
+        if self.scheduler.states is not None:
+            slot.command_array[2] = self.buffers.nobody
+            for row, request in enumerate(self.layout.requests):
+                if request is not None:
+                    slot.command_array[2, row] = request.state_slot
         self.buffers.commands.copy_(slot.commands, non_blocking=True)
 
     def launch(self, step: InFlightStep) -> InFlightStep:
@@ -302,10 +309,13 @@ class DecodeLoop:
         self.in_flight = [step for step in self.in_flight if step.fed]
 
     def sample_on_host(self, one: Due) -> None:
-        """The request's nucleus is too wide for a capture: the host samples its tokens from here on, this one too."""
+        """The request's nucleus is too wide for a capture: the host samples its tokens from here on, this one too.
+        Where a recurrent state has seen what it was fed meanwhile, all of its tokens are computed again."""
         self.forget(one.request)
         one.restore()
         self.wide.add(one.request)
+        if self.scheduler.states is not None:
+            self.scheduler.preempt(one.request)
         self.counts.host_sampled += 1
         self.note(f"a request whose nucleus (top_p) is wider than {HEAD} tokens is sampled on the host, step by step")
 

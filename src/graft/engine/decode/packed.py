@@ -3,6 +3,9 @@
 Up to LARGEST tokens the device is done before the host has launched the next kernel: 900 tokens of an 8B model take
 20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by sequences of their own,
 none longer than a block table, whose blocks are all the padding block; rows without a request have no tokens.
+
+Where recurrent layers have states, every step with prompts is launched: how their tokens are cut into chunks is the
+host's to say.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from graft.engine.batch import host_batch
 from graft.engine.decode.buckets import PROMPT_PAYS, BatchSizes
 from graft.engine.decode.buffers import Buffers
 from graft.engine.decode.in_flight import Feed
+from graft.engine.kv.states import StateCache
 from graft.engine.scheduler import StepPlan
 from graft.ops.layout import Batch, HostBatch, on_host, views
 
@@ -56,8 +60,9 @@ class PackedSteps:
         buffers: Buffers,
         most: int,  # tokens of a step
         record: Callable[[str, Callable[[], None]], Callable[[], object] | None],
+        states: StateCache | None = None,  # of recurrent layers
     ) -> None:
-        self.graph, self.tensors, self.record = graph, tensors, record
+        self.graph, self.tensors, self.record, self.states = graph, tensors, record, states
         self.block_size, self.padding = buffers.block_size, buffers.padding
         requests, self.width = buffers.block_tables.shape
         self.device = buffers.block_tables.device
@@ -74,13 +79,13 @@ class PackedSteps:
 
     def must_capture(self, plan: StepPlan) -> bool:
         """Whether the step would be captured now, which nothing may be in flight for."""
-        size = self.sizes.peek(sum(plan.counts))
+        size = self.sizes.peek(sum(plan.counts)) if self.states is None else None
         return size is not None and size not in self.made
 
     def logits(self, plan: StepPlan, feed: Feed | None = None) -> Tensor | None:
         """[n, vocab] of a step, in memory that the next one overwrites; None: it has to be launched.
         feed: what only the device knows of its tokens."""
-        size = self.sizes.take(sum(plan.counts))
+        size = self.sizes.take(sum(plan.counts)) if self.states is None else None
         if size is None or len(plan.counts) > self.requests:
             return None
         found = host_batch(plan, self.block_size)
@@ -131,7 +136,8 @@ class PackedSteps:
         flat, at = host.flat()
         tables = torch.full((len(parts), width), self.padding, device=self.device)
         batch = views(on_host(flat, self.device).to(self.device), at, tables, host.host_lens())
-        return lambda: self.graph(*batch.inputs(), *self.tensors)
+        states = () if self.states is None else self.states.inputs([self.states.nobody] * len(parts))
+        return lambda: self.graph(*batch.inputs(), *self.tensors, *states)
 
     def padded(self, found: HostBatch, size: int) -> HostBatch:
         """The step as the batch of this size lies in memory."""

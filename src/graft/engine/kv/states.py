@@ -19,13 +19,17 @@ SHARE = 2  # of the memory for caches, one part at most
 
 class StateCache:
     """A slot for each request that runs. Its content is nobody's once it is given back: whoever has it next feeds its
-    tokens from the first on, for which the ops take zeros (ops/packed_states.py)."""
+    tokens from the first on, for which the ops take zeros (ops/packed_states.py). padding: one slot more, `nobody`,
+    which rows of captured steps without a request write to."""
 
-    def __init__(self, shapes: Sequence[StateShape], slots: int, device: torch.device) -> None:
+    def __init__(
+        self, shapes: Sequence[StateShape], slots: int, device: torch.device, *, padding: bool = False
+    ) -> None:
         self.shapes, self.slots, self.device = tuple(shapes), slots, device
+        self.nobody = slots
         self.free = list(reversed(range(slots)))
         make: Any = lazy_zeros if device.type == "cpu" else self.zeros
-        self.tensors: list[Tensor] = [make((slots, *one.sizes), one.dtype) for one in shapes]
+        self.tensors: list[Tensor] = [make((slots + padding, *one.sizes), one.dtype) for one in shapes]
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -50,7 +54,11 @@ class StateCache:
 
     def inputs(self, slots: Sequence[int]) -> tuple[Tensor, ...]:
         """As the graph takes them, behind the key-value caches: the slot of each sequence, and all states."""
-        return on_host(list(slots), self.device).to(self.device, non_blocking=True), *self.tensors
+        return self.beside(on_host(list(slots), self.device).to(self.device, non_blocking=True))
+
+    def beside(self, slots: Tensor) -> tuple[Tensor, ...]:
+        """The same with slots [n] that are on the device."""
+        return slots, *self.tensors
 
     def aside(self, count: int) -> tuple[Tensor, ...]:
         """The same for so many sequences of nobody's, on states of their own."""

@@ -62,7 +62,7 @@ def build_engine(
     kept = slots_within(states, wanted, device, options.kv_cache_memory) if states else None
     beside = 0 if kept is None else kept.bytes
     found = room(size, most, device, options, narrow_blocks(layers, block_size), place, beside)
-    problem = loop_problem(device, backend, options, ranks=place.world if place else 1, recurrent=bool(states))
+    problem = loop_problem(device, backend, options, ranks=place.world if place else 1)
     record = problem is None if record is None else record
     tensors = allocated(layers, found, record, block_size, device)
     reuse, foreseeing = options.enable_prefix_caching and not states, options.admission == "forecast"
@@ -73,7 +73,7 @@ def build_engine(
     )  # fmt: skip
     rows = options.requests_at_once(device, found.blocks * block_size)
     rows = rows if kept is None else min(rows, kept.blocks)
-    held = None if kept is None else StateCache(states, rows, device)
+    held = None if kept is None else StateCache(states, rows, device, padding=record)
     scheduler = Scheduler(manager, rows, options.tokens_of_a_step(device), forecast=foreseeing, states=held)
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
     kind = Engine if pooling is None else partial(PoolingEngine, pooling=pooling)

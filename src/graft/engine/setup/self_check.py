@@ -136,13 +136,14 @@ def some_tokens(model: LoadedModel, count: int) -> list[int]:
 def play(engine: Engine, prompt: Sequence[int], steps: int) -> Seen | None:
     """Moves a greedy request on by that many tokens and gives it up. None: it has no token to give.
 
-    Captured steps are greedy, without log probabilities: asking for them would make a capture of its own.
+    Captured steps are greedy, without log probabilities: asking for them would make a capture of its own. The last is
+    looked at before it is known: a step more, ahead of the host, would be in the states of recurrent layers.
     """
     wanted = MOST_LOGPROBS if engine.loop is None or steps == 1 else None
     params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, seed=0, logprobs=wanted)
     request = engine.add(prompt, params)
     try:
-        while len(request.new_tokens) < steps and request.finish_reason is None:
+        while request.length < len(prompt) + steps and request.finish_reason is None:
             engine.step()
         return None if request.finish_reason is not None else look(engine, request)
     finally:
@@ -155,14 +156,19 @@ def play(engine: Engine, prompt: Sequence[int], steps: int) -> Seen | None:
             tensor[blocks] = 0
 
 
-def look(engine: Engine, request: Request) -> Seen:
+def look(engine: Engine, request: Request) -> Seen | None:
+    """None: it has no token to give."""
     assert request.table is not None
-    block, count = request.table.blocks[0], request.computed
+    block, count = request.table.blocks[0], request.fed
     where = torch.tensor([block], device=engine.tensors[0].device)
     cache = [read(tensor, where, torch.float32)[0, :count].clone() for tensor in engine.tensors]
+    states = [] if engine.states is None else [state[request.state_slot].clone() for state in engine.states.tensors]
+    while len(request.tokens) <= count and request.finish_reason is None:
+        engine.step()
+    if len(request.tokens) <= count:
+        return None
     likely = request.logprobs[-1] if request.logprobs else None
     found = None if likely is None else {token: each.logprob for token, each in likely.items()}
-    states = [] if engine.states is None else [state[request.state_slot].clone() for state in engine.states.tensors]
     return Seen(request.tokens[:count], cache, request.tokens[count], found, states)
 
 
