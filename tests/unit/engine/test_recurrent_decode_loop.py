@@ -1,4 +1,4 @@
-"""Recurrent layers decoded by captures, a step ahead of the host: whoever is taken back is computed from its start."""
+"""Recurrent layers decoded by captures, a step ahead of the host: who is taken back is computed from its start."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def whole(llm):
 @pytest.mark.parametrize("seed", short(range(4), 0))
 def test_tokens_equal_the_synchronous_engine(family, seed, plain):
     """Arrivals, stops, priorities, n > 1, log probabilities, penalties, a small cache: the same, token for token."""
-    options = {"blocks": 9, "max_num_seqs": 6, "max_num_batched_tokens": 48, "admission": "greedy"}
-    expected = run(engine(family, False, **options), seed, 40, plain)
+    options = {"blocks": 7, "max_num_seqs": 4, "max_num_batched_tokens": 48, "admission": "greedy"}
+    expected = run(engine(family, False, **options), seed, 14, plain)
     llm = engine(family, True, **options)
-    got = run(llm, seed, 40, plain)
+    got = run(llm, seed, 14, plain)
     same(got, expected)
     whole(llm)
     assert llm.engine.loop.launched > 20 and sum(r.preemptions for r in got) > 0
@@ -72,11 +72,11 @@ def test_tokens_equal_the_synchronous_engine(family, seed, plain):
 def test_requests_cancelled_in_mid_flight_leave_the_others_alone(family):
     """Their slots go to others while a step is on its way that writes to them."""
     options = {"blocks": 40, "max_num_seqs": 5, "max_num_batched_tokens": 48}
-    expected = run(engine(family, True, **options), 7, 40, plain=True)
+    expected = run(engine(family, True, **options), 7, 20, plain=True)
     llm = engine(family, True, **options)
-    some = run(llm, 7, 40, plain=True, abort=True)
+    some = run(llm, 7, 20, plain=True, abort=True)
     aborted = [r for r in some if r.finish_reason == "abort"]
-    assert len(aborted) > 3
+    assert len(aborted) > 2
     for one, other in zip(some, expected, strict=True):
         end = len(one.new_tokens) if one in aborted else None
         assert one.new_tokens == other.new_tokens[:end]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
+from capture_cases import captured as engine
 from conftest import graph_of, resized, tiny
 from graft.base.errors import CacheMisuse, DecodeMismatch, OutOfMemory, UsageError
 from graft.engine.kv.events import Created
@@ -27,11 +28,6 @@ FAMILIES = short(["lfm2", "qwen3-next"], "lfm2")
 NEW = 8
 GREEDY = graft.SamplingParams(max_tokens=NEW, ignore_eos=True)
 CONV, RULE = "graft.ops.stateful_causal_conv.reference.", "graft.ops.stateful_delta_rule.reference."
-
-
-@cache
-def engine(family: str) -> graft.LLM:
-    return graft.LLM(tiny(family), backend="eager")
 
 
 def prompts(lengths, seed=0):

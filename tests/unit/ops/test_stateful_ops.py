@@ -167,11 +167,16 @@ def test_our_kernels_take_any_step(lengths):
         assert agrees(name, lengths)
 
 
-def test_a_prompt_is_shared_by_programs():
-    """More than one has a part of a sequence here, so that one could read what another writes."""
+def test_a_part_of_a_prompt_is_one_program_s(monkeypatch):
+    """Programs run one after the other here, part 0 first: who reads a state behind it finds the new one."""
     from graft.ops.causal_conv.triton import split_count
+    from graft.ops.stateful_causal_conv import triton as ours
 
     assert split_count(1, 4, torch.device("cpu")) == 4 and split_count(100, 4, torch.device("cpu")) == 1
+    parts, at_once = [], ours.split_count
+    monkeypatch.setattr(ours, "split_count", lambda *sizes: parts.append(at_once(*sizes)) or parts[-1])
+    assert agrees("stateful_causal_conv", [(100, 2)])
+    assert parts == [4]
 
 
 def test_the_kernel_of_a_delta_rule_is_chosen_by_the_shapes_of_a_step():
