@@ -48,7 +48,8 @@ def test_greedy_tokens_equal_hugging_face_float32(family):
     assert kernels.get("graft::rope_kv_write", "triton") == "triton"
     assert kernels.get("graft::rope_attention", "by call").startswith("by call")
     assert kernels.get("graft::paged_latent_attention", "triton") == "triton"
-    assert family == "gpt2" or {"graft::rope_attention", "graft::paged_latent_attention"} & kernels.keys()
+    # values of DeepSeek's heads are shorter than keys
+    assert "graft::rope_attention" in kernels or family in ("gpt2", "deepseek-v2", "deepseek-v3")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma-2", "gemma-3", "olmo-2", "qwen3-moe"])

@@ -2,7 +2,7 @@
 
 A program takes one token, up to 64 of its heads, and one of SPLITS parts of what the token sees; it reads each row
 once for all its heads, as their key and, but for the rotated part, as their value. A second kernel puts the parts
-together. The products with the weight, before and behind, are torch's. Not measured on a GPU yet.
+together. The products with the weight, before and behind, are torch's. Prompts are computed by the reference.
 """
 
 from __future__ import annotations
