@@ -1,8 +1,8 @@
 """Rotary embedding, optional QK-norm and the write into the paged cache in one kernel.
 
 A program takes some heads of one token: queries, or keys together with their values. Few tokens: one head and one
-warp a program, which is the shortest way through; many tokens: eight heads and four warps (8,192 tokens of 8B into a float8 cache: 59 us, with two 81, into 16 bits 60 and
-62).
+warp a program, which is the shortest way through; many tokens: eight heads and four warps (8,192 tokens of 8B into a
+float8 cache: 59 us, with two 81; into 16 bits 60 and 62).
 """
 
 from __future__ import annotations
