@@ -93,7 +93,7 @@ def test_the_device_is_a_step_ahead():
 
 def test_rows_that_end_leave_the_slot_that_another_has_by_then():
     """A row that has left a capture writes to nobody's slot, like padding: its own may be another request's."""
-    llm = engine("lfm2", True, max_num_seqs=4)
+    llm = engine("lfm2", True, max_num_seqs=8)
     loop, states, seen = llm.engine.loop, llm.engine.states, []
     launch = loop.launch
 
@@ -110,11 +110,11 @@ def test_rows_that_end_leave_the_slot_that_another_has_by_then():
         return step
 
     loop.launch = checked
-    params = [greedy(6), greedy(20), greedy(12, stop_token_ids=tuple(range(0, 128, 5))), greedy(20)]
-    given = prompts((5, 9, 7, 3))
-    expected = played(engine("lfm2", False, max_num_seqs=4), given, params)
+    params = [greedy(6), greedy(20), greedy(12, stop_token_ids=tuple(range(0, 128, 5))), greedy(20), greedy(9)]
+    given = prompts((5, 9, 7, 3, 8))
+    expected = played(engine("lfm2", False, max_num_seqs=8), given, params)
     same(played(llm, given, params), expected)
-    assert 0 in seen and 1 in seen and llm.stats.steps_ahead > 15
+    assert {0, 1, 3} <= set(seen) and llm.stats.steps_ahead > 15
 
 
 @pytest.mark.parametrize("family", FAMILIES)
