@@ -167,10 +167,11 @@ def refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 @contextmanager
 def imports_put_right(real: dict[int, Any]) -> Iterator[None]:
     """At its end, modules that were imported within it have the real objects for those that stood in, named by id."""
-    before = set(sys.modules)
+    before = list(sys.modules)  # lists compare by identity: sets of 6,000 names take 1 % of a small export
     try:
         yield
     finally:
-        for name in set(sys.modules) - before:
+        now = list(sys.modules)
+        for name in set(now).difference(before) if now != before else ():
             names = getattr(sys.modules[name], "__dict__", {})
             names.update({key: real[id(value)] for key, value in list(names.items()) if id(value) in real})
