@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,8 +128,8 @@ def test_nobody_else_puts_files_in_place():
     homes = {root / "base/files.py", root / "base/half_written.py"}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
-        if path in homes or not (".partial" in text or "replace" in text):
-            continue
+        if path in homes or not (".partial" in text or re.search(r"\bos\.replace|\.replace\(\s*\w+,?\s*\)", text)):
+            continue  # no call that is looked for, formatted as ruff does
         for node in ast.walk(ast.parse(text)):
             named = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".partial")
             assert not named, f"{path}: {ast.unparse(node)}"
