@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -139,6 +139,25 @@ def sent(url: str, body: dict[str, Any], key: str = "", path: str = "/v1/complet
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall((head + text).encode())
         yield
+
+
+def complete(client: Any, prompt: Any, **more: Any) -> Any:
+    return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **more})
+
+
+def stream_of(client: Any, prompt: Any, **more: Any) -> Any:
+    body = {"prompt": prompt, "stream": True, "max_tokens": 30, **more}
+    return client.stream("POST", "/v1/completions", json=body)
+
+
+def chunks(lines: Iterable[str]) -> tuple[list[Any], bool]:
+    """The events of a stream, without the end mark, and whether that was there."""
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(one) for one in data if one != "[DONE]"], data[-1:] == ["[DONE]"]
+
+
+def running(client: Any) -> int:
+    return client.get("/health").json()["running"]
 
 
 def source() -> Path:

@@ -139,8 +139,10 @@ class Stub:
         if reason is not None:
             del self.open[number]
         ended = token if token == END else None
+        top, score = one["params"]["logprobs"], -one["sent"] / 8
+        likely = None if top is None else [TokenLogprobs(score, [(token, score), (7, -9.0)][:top])]
         return [
-            AnswerRow(number, sample, [token], None, reason, ended, 0, None) for sample in range(one["params"]["n"])
+            AnswerRow(number, sample, [token], likely, reason, ended, 0, None) for sample in range(one["params"]["n"])
         ]
 
 

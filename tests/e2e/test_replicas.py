@@ -160,6 +160,22 @@ def test_requests_that_begin_alike_go_where_the_blocks_are(plain):
     poll(lambda: len([one for one in metric(plain, "vllm:prefix_cache_hits_total").values() if one]) == 2)
 
 
+def test_token_ids_and_cut_prompts_find_their_blocks(llm, plain):
+    """The router is told what a prompt is to the cache: of one that is cut, what stays."""
+    params = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    prompts = [[150 + number, *range(60, 155)] for number in range(6)]
+    for ids in prompts:
+        asked = {"token_ids": ids, "sampling_params": params}
+        first, again = (plain.post("/inference/v1/generate", json=asked).json() for _ in range(2))
+        right = llm.generate([ids], graft.SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids
+        assert first["choices"][0]["token_ids"] == again["choices"][0]["token_ids"] == right
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+        longer = {"prompt": [*range(40), *ids], **params, "truncate_prompt_tokens": len(ids)}
+        cut = plain.post("/v1/completions", json={**longer, "return_token_ids": True}).json()
+        assert cut["choices"][0]["token_ids"] == right
+        assert cut["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+
+
 def test_who_leaves_ends_the_work(plain):
     with plain.stream(
         "POST", "/v1/completions", json=body(0, 900, stream=True, n=8, temperature=1, seed=1)

@@ -81,6 +81,8 @@ CASES = [
     {"temperature": 0.7, "seed": 2, "max_tokens": 40, "stop": ["a"], "include_stop_str_in_output": True},
     {"temperature": 0, "max_tokens": 20, "logit_bias": {"70": 100, "5": -100}, "ignore_eos": True},
     {"temperature": 0, "max_tokens": 12, "stop_token_ids": list(range(40, 160)), "min_tokens": 3},
+    {"temperature": 0.9, "seed": 4, "max_tokens": 20, "allowed_token_ids": [2, 40, 41, 42, 60, 280], "n": 2},
+    {"temperature": 1.2, "seed": 9, "max_tokens": 40, "bad_words": ["the", "a", "é", " q"], "logprobs": 1},
 ]
 
 
@@ -297,7 +299,10 @@ def node_has_openai():
     )
 
 
-@pytest.mark.parametrize("language", ["sh", 'sh title="Anthropic"', "python", 'python title="LangChain"', "js"])
+@pytest.mark.parametrize(
+    "language",
+    ["sh", 'sh title="Anthropic"', 'sh title="Tokens in, tokens out"', "python", 'python title="LangChain"', "js"],
+)
 def test_the_examples_of_the_documentation_run(server, capsys, language):
     if "LangChain" in language:
         pytest.importorskip("langchain_openai")

@@ -23,11 +23,13 @@ from graft.base.errors import EngineGone, GraftError, HttpRefused, ReplicaLost
 from graft.deploy.names import directory_actor, this_replica
 from graft.deploy.routing_state import STATE
 from graft.deploy.spec import AppSpec
-from graft.serve.generation import CHATS, new_id, prompt_of
+from graft.serve.generation import CHATS, cut_prompt, new_id
 from graft.serve.http import ClientGone, error_of, error_response, read_body
 from graft.serve.keys import ApiKeys
-from graft.serve.protocol import requests, values
+from graft.serve.protocol import requests, token_requests, values
 from graft.serve.protocol.errors import error_event
+from graft.serve.protocol.sampling import prompt_room
+from graft.serve.protocol.truncation import cut
 from graft.serve.text import ServedText
 from graft.serve.wire import ServedModel
 
@@ -89,10 +91,15 @@ class Gateway:
         names = self.options.names
         with suppress(GraftError):
             if http.url.path == "/v1/completions":
-                asked = requests.completion(values.parse_json(body), names, self.model.vocabulary).prompts[0]
-                return await self.text.encode(asked) if isinstance(asked, str) else asked
+                asked = requests.completion(values.parse_json(body), names, self.model.vocabulary)
+                first = asked.prompts[0]
+                ids = await self.text.encode(first) if isinstance(first, str) else first
+                return cut(asked.truncation, ids, prompt_room(asked.params, self.model))
+            if http.url.path == token_requests.PATH:
+                given = token_requests.token_request(values.parse_json(body), names, self.model.vocabulary)
+                return cut(given.truncation, list(given.prompt), prompt_room(given.params, self.model))
             if (read := CHATS.get(http.url.path)) is not None:
-                return await prompt_of(read(values.parse_json(body), names), self.text)
+                return await cut_prompt(read(values.parse_json(body), names), self.text, self.model)
         return []
 
     async def begin(self, scope: dict[str, Any], body: bytes, tokens: list[int]) -> Begun:

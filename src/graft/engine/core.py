@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 
 from graft.base.errors import GraftError
-from graft.engine.grammar import GrammarMask
 from graft.engine.kv.manager import Table
 from graft.engine.logprobs import Logprob
+from graft.engine.masks import TokenMask
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
 
@@ -95,7 +95,7 @@ class Request:
     embedding: list[float] | None = None  # of a request that is pooled, once its prompt is computed
     pooled: torch.Tensor | None = None  # the sum of hidden states so far, where the mean of all is wanted
     computes_all: bool = False  # of the prompt, so that none of it is taken from the cache
-    mask: GrammarMask | None = None  # where it stands in its grammar
+    mask: TokenMask | None = None  # which tokens may come next
     leader: Request | None = None  # the first of the samples of n > 1, for the others
     siblings: list[Request] = field(default_factory=list)  # the others, for the first
     finish_reason: FinishReason | None = None

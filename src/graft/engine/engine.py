@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graft.base.device_memory import free_memory, is_out_of_memory, size_text
-from graft.base.errors import EngineFailed, EngineStuck, GraftError, LogitsError, OutOfCache, OutOfMemory
+from graft.base.errors import EngineFailed, EngineStuck, GraftError, LogitsError, OutOfCache, OutOfMemory, UsageError
 from graft.engine.batch import pack
 from graft.engine.core import FinishReason, Request, Stats
 from graft.engine.counting import counted
@@ -21,10 +21,10 @@ from graft.engine.decode.choose import WIDE
 from graft.engine.decode.in_flight import Feed, InFlightStep
 from graft.engine.decode.loop import Counts, DecodeLoop
 from graft.engine.due import Due
-from graft.engine.grammar import GrammarMask
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.moves import Copy, Move
 from graft.engine.kv.tensors import copy_blocks
+from graft.engine.masks import TokenMask
 from graft.engine.params import SamplingParams
 from graft.engine.sampling.sampling import SampledToken, make_generator, sample
 from graft.engine.scheduler import Scheduler, StepPlan
@@ -300,9 +300,11 @@ class Engine:
         params: SamplingParams,
         *,
         priority: int = 0,
-        mask: GrammarMask | None = None,
+        mask: TokenMask | None = None,
     ) -> Request:
-        """A request, in any thread; one that could never run is refused."""
+        """A request, in any thread; one that could never run is refused. mask: what its parameters ask for."""
+        if params.masked and mask is None:
+            raise UsageError("LLM.submit makes the masks of a grammar, allowed_token_ids and bad_words; use it")
         stream = self.stream(prompt, params)
         request = Request(list(prompt), params, make_generator(params.seed), stream, priority, mask=mask)
         needed = self.manager.blocks_for(request.most_tokens)

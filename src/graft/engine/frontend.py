@@ -13,9 +13,10 @@ from graft.engine.core import EmbeddingOutput, Output, Request, Stats
 from graft.engine.driver import Driver
 from graft.engine.engine import Engine
 from graft.engine.grammar import Grammars
-from graft.engine.params import SamplingParams, bias_problem
+from graft.engine.masks import OnlyThese, TokenMask, WithoutWords, joined, mask_problem, word_tokens
+from graft.engine.params import SamplingParams
 from graft.engine.pooling import PoolingEngine
-from graft.engine.prompts import Prompt, as_list, chat_tokens, check_fits, encode
+from graft.engine.prompts import Prompt, as_list, chat_tokens, check_fits, encode, plain_tokens
 from graft.engine.watch import TaskWatch, ThreadWatch
 from graft.models.loaded import LoadedModel
 
@@ -216,13 +217,27 @@ class Frontend:
             raise UsageError(f"a priority is a whole number, not {priority!r}")
         ids = self.encode(prompt)
         check_fits(ids, params, self.model.context)
-        if params.stop and self.tokenizer is None:
+        if (params.stop or params.bad_words) and self.tokenizer is None:
             raise TokenizerMissing(self.model.name)
-        vocabulary = self.model.module.config.vocab_size
-        if (why := bias_problem(params, vocabulary)) is not None:
+        if (why := mask_problem(params, self.vocabulary, self.engine.end_tokens)) is not None:
             raise UsageError(why)
-        mask = None if params.grammar is None else self.grammars.mask(params.grammar)
-        return self.engine.make(ids, params, priority=priority, mask=mask)
+        return self.engine.make(ids, params, priority=priority, mask=joined(self.masks(params)))
+
+    def masks(self, params: SamplingParams) -> list[TokenMask]:
+        """What says which tokens may come next, each at its beginning."""
+        found: list[TokenMask] = []
+        if params.grammar is not None:
+            found.append(self.grammars.mask(params.grammar))
+        if params.only is not None:
+            found.append(OnlyThese(params.only, self.vocabulary))
+        if params.bad_words:
+            words = word_tokens(params.bad_words, partial(plain_tokens, self.tokenizer))
+            found.append(WithoutWords(words, self.vocabulary))
+        return found
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.module.config.vocab_size
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -231,7 +246,7 @@ class Frontend:
         if backend is None or not self.engine.end_tokens:
             lacking = "tokenizer in the `tokenizers` library" if backend is None else "end token"
             raise UsageError(f"grammar: {self.model.name} has no {lacking}, without which none can be kept to")
-        return Grammars(backend.to_str(), self.model.module.config.vocab_size, self.engine.end_tokens)
+        return Grammars(backend.to_str(), self.vocabulary, self.engine.end_tokens)
 
     def attempt(self, make: Callable[[], Request]) -> Request | GraftError:
         try:

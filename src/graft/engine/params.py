@@ -14,6 +14,8 @@ MOST_STOP_TOKENS = 1024  # every token is compared with each, in the step that a
 MOST_STOPS = 16  # every character is compared with every stop string
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024  # tokens
+MOST_BAD_WORDS = 1024  # each is compared with what came, in every step
+MOST_BAD_TEXT = 1 << 16  # characters of all of them, which are made tokens of, twice
 
 # field: (kind, what is allowed, the same in words). Comparisons alone, so that NaN fails each of them.
 Rule = tuple[str, Callable[[Any], bool], str]
@@ -59,6 +61,8 @@ class SamplingParams:
     tokens, presence and frequency the new ones alone. `seed` makes sampling repeatable. `stop` and `stop_token_ids`
     are tuples once made. logit_bias: token → what is added to its logit, from -100 (never) to 100; pairs once made.
     grammar: what the text must keep to, as engine/grammar.py makes it of a JSON schema (needs llguidance).
+    allowed_token_ids: no others are chosen, end tokens neither. bad_words: texts whose last token is not chosen where
+    the rest of them has just been, as they are written at the beginning of a text or behind a blank.
     prompt_logprobs: as logprobs, of the prompt's own tokens; its prompt is computed, not taken from the cache.
     """
 
@@ -80,6 +84,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     skip_special_tokens: bool = True
     grammar: str | None = None
 
@@ -87,8 +93,10 @@ class SamplingParams:
         for name, rule in RULES.items():
             check(name, getattr(self, name), rule)
         object.__setattr__(self, "stop", stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", stop_tokens(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", allowed_tokens(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", bad_words(self.bad_words))
         if self.min_tokens > self.max_tokens:
             raise wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         self.check_grammar()
@@ -113,6 +121,15 @@ class SamplingParams:
         return tuple(self.logit_bias or ())  # pyrefly: ignore  # pairs, since it was made
 
     @property
+    def only(self) -> tuple[int, ...] | None:
+        return self.allowed_token_ids  # pyrefly: ignore  # a tuple, since it was made
+
+    @property
+    def masked(self) -> bool:
+        """A mask says which tokens may come next."""
+        return self.grammar is not None or self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
@@ -135,14 +152,41 @@ def stop_strings(stop: object) -> tuple[str, ...]:
     return texts
 
 
-def token_ids(ids: object) -> tuple[int, ...]:
+def stop_tokens(ids: object) -> tuple[int, ...]:
     numbers = items("stop_token_ids", ids, "a list of token ids")
     if len(numbers) > MOST_STOP_TOKENS:
         raise UsageError(f"stop_token_ids must be at most {MOST_STOP_TOKENS} ids, but are {len(numbers)}")
+    return token_ids("stop_token_ids", numbers)
+
+
+def token_ids(name: str, numbers: tuple[Any, ...]) -> tuple[int, ...]:
+    if set(map(type, numbers)) <= {int} and min(numbers, default=0) >= 0:
+        return numbers  # a vocabulary's worth in a few milliseconds
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise wrong("stop_token_ids", number, "token ids, whole numbers of 0 or more")
-    return numbers
+            raise wrong(name, number, "token ids, whole numbers of 0 or more")
+    return tuple(map(int, numbers))
+
+
+def allowed_tokens(ids: object) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    numbers = token_ids("allowed_token_ids", items("allowed_token_ids", ids, "a list of token ids"))
+    if not numbers:
+        raise UsageError("allowed_token_ids must have a token id at least; leave it out to allow all")
+    return tuple(sorted(set(numbers)))
+
+
+def bad_words(given: object) -> tuple[str, ...]:
+    words = items("bad_words", given, "a list of strings")
+    if len(words) > MOST_BAD_WORDS:
+        raise UsageError(f"bad_words must be at most {MOST_BAD_WORDS} strings, but is {len(words)} of them")
+    for word in words:
+        if not isinstance(word, str) or not word:
+            raise wrong("bad_words", word, "strings of at least one character")
+    if sum(map(len, words)) > MOST_BAD_TEXT:
+        raise UsageError(f"bad_words must have at most {MOST_BAD_TEXT} characters together")
+    return words
 
 
 def bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
@@ -159,12 +203,6 @@ def bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
             raise wrong("logit_bias", token, "of token ids, whole numbers of 0 or more")
         check("logit_bias", bias, ("number", lambda v: -100 <= v <= 100, "from -100 to 100"))
     return tuple(dict(pairs).items())
-
-
-def bias_problem(params: SamplingParams, vocabulary: int) -> str | None:
-    """What is wrong with its logit_bias for a model of so many tokens."""
-    strange = next((token for token, _ in params.biases if token >= vocabulary), None)
-    return None if strange is None else f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}"
 
 
 def check_biased(tokens: int) -> None:

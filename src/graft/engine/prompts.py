@@ -44,6 +44,12 @@ def encode(model: LoadedModel, prompt: Prompt) -> list[int]:
         return list(model.tokenizer(text)["input_ids"])
 
 
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Of a piece of text, without the special tokens that a prompt begins with."""
+    with TOKENIZING:
+        return list(tokenizer(as_text(text), add_special_tokens=False)["input_ids"])
+
+
 def as_text(prompt: str | bytes) -> str:
     """UTF-8 bytes as text; text that UTF-8 cannot write (half of a surrogate pair) is refused."""
     try:

@@ -24,13 +24,14 @@ from graft.serve.generation import (
     from_completion,
     from_message,
     from_response,
+    from_tokens,
     prompt_of,
 )
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
 from graft.serve.openapi import openapi
 from graft.serve.pages import page
-from graft.serve.protocol import messages, requests, values
+from graft.serve.protocol import messages, requests, token_requests, values
 from graft.serve.protocol.responses import response
 from graft.serve.protocol.tools import asked_tools
 from graft.serve.state import ServerState
@@ -65,6 +66,13 @@ async def anthropic_messages(state: ServerState, http: HttpRequest) -> Response:
     text, model = state.loaded_to("generate", http.scope["path"])
     asked = messages.message_request(body, state.options.names)
     return await respond(state, http, await from_message(asked, text, model, http.state.request_id))
+
+
+async def tokens_in_and_out(state: ServerState, http: HttpRequest) -> Response:
+    body = await json_body(state, http)
+    text, model = state.loaded_to("generate", http.scope["path"])
+    asked = token_requests.token_request(body, state.options.names, model.vocabulary)
+    return await respond(state, http, await from_tokens(asked, text, model, http.state.request_id))
 
 
 async def count_tokens(state: ServerState, http: HttpRequest) -> Response:
@@ -198,6 +206,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (  # looked through in this order
     ("POST", "/v1/responses", responses),
     ("POST", messages.PATH, anthropic_messages),
     ("POST", f"{messages.PATH}/count_tokens", count_tokens),
+    ("POST", token_requests.PATH, tokens_in_and_out),
     ("GET", "/", partial(show_page, "chat")),
     ("GET", "/dashboard", partial(show_page, "dashboard")),
     ("GET", "/v1/dashboard", dashboard),

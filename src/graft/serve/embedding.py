@@ -12,6 +12,7 @@ from graft.engine.params import SamplingParams
 from graft.serve.link import EngineLink, Ticket
 from graft.serve.protocol import answers, values
 from graft.serve.protocol.requests import prompts, served_name
+from graft.serve.protocol.truncation import Truncation, cut, truncation
 from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
 from graft.serve.wire import ServedModel, as_base64, from_base64
@@ -19,7 +20,7 @@ from graft.serve.wire import ServedModel, as_base64, from_base64
 FORMATS = ("float", "base64")
 # OpenAI's bound; a text may have many tokens, so --max-num-batched-tokens and the queue bound the work
 MOST_INPUTS = 2048
-UNSUPPORTED = ("truncate_prompt_tokens", "messages", "normalize", "use_activation", "embed_dtype", "endianness")
+UNSUPPORTED = ("messages", "normalize", "use_activation", "embed_dtype", "endianness")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class AskedEmbeddings:
     inputs: Sequence[str | list[int]]
     base64: bool
     dimensions: int | None
+    truncation: Truncation | None = None
 
 
 def asked_embeddings(body: Json, names: Sequence[str], model: ServedModel) -> AskedEmbeddings:
@@ -42,7 +44,7 @@ def asked_embeddings(body: Json, names: Sequence[str], model: ServedModel) -> As
     inputs = prompts(body.get("input"), model.vocabulary, "input")
     if len(inputs) > MOST_INPUTS:
         raise HttpRefused(f"input may have {MOST_INPUTS} texts, but has {len(inputs)}", param="input")
-    return AskedEmbeddings(name, inputs, form == "base64", asked_dimensions(body, model))
+    return AskedEmbeddings(name, inputs, form == "base64", asked_dimensions(body, model), truncation(body, "right"))
 
 
 def asked_dimensions(body: Json, model: ServedModel) -> int | None:
@@ -112,8 +114,9 @@ class Embedding:
 
 async def from_embeddings(asked: AskedEmbeddings, text: ServedText, model: ServedModel) -> Embedding:
     encoded = iter(await text.encode_all([one for one in asked.inputs if isinstance(one, str)]))
-    given = [next(encoded) if isinstance(one, str) else one for one in asked.inputs]
     most = min(model.context, model.cache_tokens)
+    whole = [next(encoded) if isinstance(one, str) else one for one in asked.inputs]
+    given = [cut(asked.truncation, ids, most) for ids in whole]
     for index, ids in enumerate(given):
         if not ids:
             raise HttpRefused(f"input {index} has no tokens; leave it out", param="input")

@@ -7,9 +7,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from graft.base.errors import EngineFailed, ExtraMissing, GrammarRefused, HttpRefused, UsageError
+from graft.engine.masks import word_tokens
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
 from graft.serve.link import EngineLink, Ticket
@@ -23,9 +25,12 @@ from graft.serve.protocol.messages import message_request
 from graft.serve.protocol.requests import AskedChat, AskedCompletion, chat
 from graft.serve.protocol.response_items import ResponseFormat
 from graft.serve.protocol.responses import response
-from graft.serve.protocol.sampling import as_refused, check_barred, check_biases, check_scores, fitted
+from graft.serve.protocol.sampling import as_refused, check_scores, check_tokens, fitted, prompt_room
 from graft.serve.protocol.structure import AskedSchema
+from graft.serve.protocol.token_answers import TokenFormat
+from graft.serve.protocol.token_requests import AskedTokens
 from graft.serve.protocol.tools import AskedTools
+from graft.serve.protocol.truncation import cut
 from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
 from graft.serve.tools.formats import FORCED
@@ -61,6 +66,8 @@ class Generation:
     text: ServedText
     format: AnswerFormat
     silent: bool = False  # nothing of what comes is shown
+    textless: bool = False  # tokens alone are
+    singly: bool = False  # each token is a piece of its own, where it has logprobs
     parser: Callable[[], ToolParser] | None = None  # one a choice, where calls are looked for
     thinker: Callable[[], ThinkParser] | None = None  # and where thoughts are
     found: dict[int, Choice] = field(default_factory=dict)
@@ -77,21 +84,21 @@ class Generation:
             self.choice(prompt, 0)
         return self.ticket
 
-    def take(self, prompt: int, row: AnswerRow) -> tuple[Choice, Piece]:
+    def take(self, prompt: int, row: AnswerRow) -> list[tuple[Choice, Piece]]:
         if row.error is not None:
             raise EngineFailed(row.error)
         choice = self.choice(prompt, row.sample)
         if row.prompt_logprobs is not None:  # in the first row of the first sample
             self.scores[prompt] = row.prompt_logprobs
         choice.prompt_logprobs = self.scores.get(prompt)
-        return choice, choice.take(row)
+        return [(choice, choice.take(one)) for one in (row.singles() if self.singly else [row])]
 
     def choice(self, prompt: int, sample: int) -> Choice:
         params = self.params[prompt]
         index = prompt * params.n + sample
         choice = self.found.get(index)
         if choice is None:
-            known = self.text.tokenizer is not None
+            known = self.text.tokenizer is not None and not self.textless
             parser = None if self.parser is None else self.parser()
             thinker = None if self.thinker is None else self.thinker()
             shown, marks = params, () if parser is None else parser.format.openings
@@ -119,7 +126,7 @@ class Generation:
             rows = await ticket.read()
             if not rows:
                 yield answers.PING  # somebody rang who had nothing to say: see EventStream
-            pairs = [self.take(prompt, row) for prompt, row in rows]
+            pairs = [pair for prompt, row in rows for pair in self.take(prompt, row)]
             made = [] if begun or not rows else [self.format.begin()]  # before the chunks: events may be numbered
             made += [self.format.chunk(choice, piece, self.choices) for choice, piece in pairs]
             begun = begun or bool(rows)
@@ -140,17 +147,18 @@ async def from_completion(
     asked: AskedCompletion, text: ServedText, model: ServedModel, request_id: str
 ) -> Generation:
     encoded = iter(await text.encode_all([one for one in asked.prompts if isinstance(one, str)]))
-    prompts = [next(encoded) if isinstance(one, str) else one for one in asked.prompts]
+    whole = [next(encoded) if isinstance(one, str) else one for one in asked.prompts]
+    prompts = [cut(asked.truncation, ids, prompt_room(asked.params, model)) for ids in whole]
     params = [fitted(asked.params, len(ids), model.context, model.cache_tokens) for ids in prompts]
     check_scores(asked.params, sum(map(len, prompts)), "prompt_logprobs" if asked.prompt_logprobs else "logprobs")
     before = []
     if asked.echo:
-        before = [one if isinstance(one, str) else text.decode(one) for one in asked.prompts]
+        given = zip(asked.prompts, whole, prompts, strict=True)
+        before = [one if isinstance(one, str) and ids is all_ids else text.decode(ids) for one, all_ids, ids in given]
     if asked.params.stop:
         _ = text.known  # stop strings need a tokenizer
     envelope = Envelope(f"cmpl-{request_id}", int(time.time()), asked.model, chat=False)
-    check_biases(asked.params, model.vocabulary)
-    check_barred(asked.params, model.vocabulary, model.end_tokens)
+    await check_masks(asked.params, text, model)
     params = [await structured(one, asked.schema, text) for one in params]
     made = CompletionFormat(asked, envelope, prompts, text, before)
     return Generation(prompts, params, asked.stream, text, made, asked.silent)
@@ -192,14 +200,31 @@ async def from_response(
     asked: AskedChat, text: ServedText, model: ServedModel, request_id: str, body: Json
 ) -> Generation:
     ids, params = await chat_prompt(asked, text, model)
-    made = ResponseFormat(asked, request_id, int(time.time()), len(ids), body)
-    return chat_generation(asked, ids, params, text, made)
+    made = ResponseFormat(asked, request_id, int(time.time()), len(ids), body, text)
+    found = chat_generation(asked, ids, params, text, made)
+    found.singly = params.logprobs is not None
+    return found
+
+
+async def from_tokens(asked: AskedTokens, text: ServedText, model: ServedModel, request_id: str) -> Generation:
+    ids = cut(asked.truncation, list(asked.prompt), prompt_room(asked.params, model))
+    params = fitted(asked.params, len(ids), model.context, model.cache_tokens)
+    check_scores(params, len(ids), "prompt_logprobs")
+    await check_masks(params, text, model)
+    params = await structured(params, asked.schema, text)
+    made = TokenFormat(asked, asked.request_id or request_id, int(time.time()), ids, text)
+    return Generation([ids], [params], asked.stream, text, made, textless=True)
 
 
 async def from_message(asked: AskedChat, text: ServedText, model: ServedModel, request_id: str) -> Generation:
     ids, params = await chat_prompt(asked, text, model)
     made = MessageFormat(asked, request_id, len(ids), params.max_tokens)
     return chat_generation(asked, ids, params, text, made)
+
+
+async def cut_prompt(asked: AskedChat, text: ServedText, model: ServedModel) -> list[int]:
+    room = prompt_room(asked.params, model, clamped=asked.clamped)
+    return cut(asked.truncation, await prompt_of(asked, text), room)
 
 
 async def prompt_of(asked: AskedChat, text: ServedText) -> list[int]:
@@ -211,12 +236,23 @@ async def prompt_of(asked: AskedChat, text: ServedText) -> list[int]:
 
 
 async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) -> tuple[list[int], SamplingParams]:
-    check_biases(asked.params, model.vocabulary)
-    check_barred(asked.params, model.vocabulary, model.end_tokens)
-    ids = await prompt_of(asked, text)
+    await check_masks(asked.params, text, model)
+    ids = await cut_prompt(asked, text, model)
     params = fitted(asked.params, len(ids), model.context, model.cache_tokens, clamped=asked.clamped)
     check_scores(params, len(ids), "prompt_logprobs")
     return ids, await structured(params, asked.schema or strict_calls(asked.tools, text), text)
+
+
+async def check_masks(params: SamplingParams, text: ServedText, model: ServedModel) -> None:
+    """What would be the client's error is found before the engine is asked."""
+    check_tokens(params, model)
+    if not params.bad_words:
+        return
+    _ = text.known  # words need a tokenizer
+    try:
+        await asyncio.to_thread(word_tokens, params.bad_words, partial(text.ids, special=False))
+    except UsageError as error:
+        raise as_refused(error) from error
 
 
 def strict_calls(tools: AskedTools | None, text: ServedText) -> AskedSchema | None:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 from graft import __version__
 from graft.engine.params import MOST_LOGPROBS
 from graft.serve.protocol.errors import of_messages
+from graft.serve.protocol.responses import INCLUDED
 from graft.serve.protocol.sampling import MOST_SAMPLES
+from graft.serve.protocol.token_requests import PATH as TOKENS
 from graft.serve.protocol.tools import MOST_TOOLS
 
 Schema = dict[str, Any]
@@ -60,6 +62,10 @@ SAMPLING: dict[str, Schema] = {
     "min_tokens": whole(0),
     "ignore_eos": FLAG,
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+    "allowed_token_ids": {"anyOf": [{**IDS, "minItems": 1}, {"type": "null"}]},
+    "bad_words": {"type": ["array", "null"], "items": TEXT},
+    "truncate_prompt_tokens": whole(-1),
+    "truncation_side": {"enum": ["left", "right", None]},
     "response_format": {"type": ["object", "null"]},
     "structured_outputs": {"type": ["object", "null"]},
     "stream_options": {"type": ["object", "null"]},
@@ -110,7 +116,18 @@ SCHEMAS: dict[str, Schema] = {
         **SAMPLING,
         instructions={"type": ["string", "null"]},
         max_output_tokens=whole(1),
+        include={"type": ["array", "null"], "items": {"enum": list(INCLUDED)}},
+        top_logprobs=whole(0, MOST_LOGPROBS),
         tools=TOOLS,
+    ),
+    "TokensRequest": entity(
+        {"token_ids": {**IDS, "minItems": 1}},
+        model=ref("ModelName"),
+        sampling_params={"type": ["object", "null"], "properties": {**SAMPLING, "max_tokens": whole(1)}},
+        request_id={"type": ["string", "null"]},
+        stream=FLAG,
+        stream_options={"type": ["object", "null"]},
+        return_token_ids=FLAG,
     ),
     "MessagesRequest": entity(
         {"messages": MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}},
@@ -131,6 +148,8 @@ SCHEMAS: dict[str, Schema] = {
         model=ref("ModelName"),
         encoding_format={"enum": ["float", "base64", None]},
         dimensions=whole(1),
+        truncate_prompt_tokens=whole(-1),
+        truncation_side=SAMPLING["truncation_side"],
     ),
     "Chat": entity(
         {
@@ -142,6 +161,12 @@ SCHEMAS: dict[str, Schema] = {
         {
             "id": TEXT, "object": {"const": "text_completion"}, "created": WHOLE, "model": TEXT, "usage": USAGE,
             "choices": listed(entity({"index": WHOLE, "text": TEXT, **ENDED}), minItems=1),
+        }
+    ),
+    "TokenAnswer": entity(
+        {
+            "request_id": TEXT, "created": WHOLE, "model": TEXT, "usage": USAGE,
+            "choices": listed(entity({"index": WHOLE, "token_ids": IDS, **ENDED}), minItems=1),
         }
     ),
     "Response": entity(
@@ -188,6 +213,7 @@ PATHS = {
     "/v1/chat/completions": Endpoint("post", "A conversation is answered", "ChatRequest", "Chat", True),
     "/v1/completions": Endpoint("post", "A text is continued", "CompletionRequest", "Completion", True),
     "/v1/responses": Endpoint("post", "A conversation is answered by items", "ResponseRequest", "Response", True),
+    TOKENS: Endpoint("post", "Token ids are continued", "TokensRequest", "TokenAnswer", True),
     "/v1/messages": Endpoint("post", "As Anthropic's", "MessagesRequest", "AnthropicMessage", True),
     "/v1/messages/count_tokens": Endpoint("post", "How long a prompt is", "CountRequest", "Count", False),
     "/v1/embeddings": Endpoint(

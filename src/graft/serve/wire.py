@@ -85,6 +85,19 @@ class AnswerRow(NamedTuple):
     queued: float = 0.0  # seconds that it waited to be admitted
     embedding: str | None = None  # of a request that is pooled: float32, little-endian, in base64
 
+    def singles(self) -> list[AnswerRow]:
+        """A row for each of its tokens; the end comes with the last, what is of the prompt with the first."""
+        if self.logprobs is None or len(self.tokens) < 2:
+            return [self]
+        rest = self._replace(prompt_logprobs=None)
+        each: list[AnswerRow] = [
+            rest._replace(tokens=[token], logprobs=[one], finish_reason=None, stop_reason=None)
+            for token, one in zip(self.tokens, self.logprobs, strict=True)
+        ]
+        each[0] = each[0]._replace(prompt_logprobs=self.prompt_logprobs)
+        each[-1] = each[-1]._replace(finish_reason=self.finish_reason, stop_reason=self.stop_reason)
+        return each
+
     @classmethod
     def parse(cls, given: list[Any]) -> AnswerRow:
         row = cls(*given)

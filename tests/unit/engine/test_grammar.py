@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import sys
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from capture_cases import engine
 from graft.base.errors import ExtraMissing, GrammarRefused, UsageError
 from graft.engine.params import SamplingParams
 from serve_cases import tokenizer_json
+from text_llm import llm_with_text
 
 pytest.importorskip("llguidance")
 from graft.engine.grammar import GrammarMask, Grammars, byte_level, json_grammar, marked_grammar, token_count
@@ -38,17 +37,6 @@ def keeps_to_schema(text):
     assert isinstance(found["age"], int) and 0 <= found["age"] <= 150
     assert len(found["tags"]) <= 2 and all(isinstance(tag, bool) for tag in found["tags"])
     assert text == json.dumps(found, ensure_ascii=False, separators=(",", ":")) or "\\" in text
-
-
-def llm_with_text(record):
-    """The tiny model of 128 tokens with a tokenizer of single bytes: its random words become JSON by the grammar."""
-    spec = json.loads(tokenizer_json())
-    kept = {token: at for token, at in spec["model"]["vocab"].items() if at < 128}
-    spec["model"] |= {"vocab": kept, "merges": []}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token="<|im_end|>")
-    llm = copy.copy(engine("llama", record))
-    llm.engine.tokenizer, llm.engine.end_tokens = tokenizer, frozenset({2})
-    return llm
 
 
 @pytest.mark.parametrize("record", [True, False])

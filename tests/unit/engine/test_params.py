@@ -46,6 +46,16 @@ WRONG = [
     ("prompt_logprobs", 21, "prompt_logprobs must be from 0 to 20, or None for off, but is 21"),
     ("logit_bias", {1: 101}, "logit_bias must be from -100 to 100, but is 101"),
     ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1024 tokens, but is of 1025"),
+    ("allowed_token_ids", [], "allowed_token_ids must have a token id at least"),
+    ("allowed_token_ids", 5, "allowed_token_ids must be a list of token ids, but is 5"),
+    ("allowed_token_ids", [1, -1], "whole numbers of 0 or more, but is -1"),
+    ("allowed_token_ids", [1, True], "but is True"),
+    ("allowed_token_ids", ["2"], r"but is '2' \(str\)"),
+    ("bad_words", "word", "bad_words must be a list of strings, but is 'word'"),
+    ("bad_words", ["a", ""], "bad_words must be strings of at least one character"),
+    ("bad_words", [3], "but is 3"),
+    ("bad_words", ["x"] * 1025, "bad_words must be at most 1024 strings, but is 1025"),
+    ("bad_words", ["x" * 65_537], "bad_words must have at most 65536 characters together"),
     ("grammar", "", "grammar must be a text, as json_grammar"),
     ("grammar", {"type": "object"}, "grammar must be a text, as json_grammar"),
     ("stop", "", "stop must be strings of at least one character, but is ''"),
@@ -115,7 +125,7 @@ def test_fields_that_contradict_each_other():
 
 def test_every_field_has_a_rule():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    others = {"stop", "stop_token_ids", "logit_bias", "grammar"}
+    others = {"stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "grammar"}
     assert names == set(RULES) | others
     assert names == {*NUMBERS, *WHOLE, *FLAGS, *others}, "each kind is tested above"
 

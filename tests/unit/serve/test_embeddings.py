@@ -65,7 +65,8 @@ def test_every_form_of_input_is_taken_in_its_order(client, given, expected):
         ({"input": "x", "encoding_format": ["float"]}, "encoding_format", "float or base64"),
         ({"input": "x", "dimensions": 2}, "dimensions", "is_matryoshka"),
         ({"input": "x", "dimensions": 0}, "dimensions", "whole number"),
-        ({"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not supported"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 or more, or -1"),
+        ({"input": "x", "truncation_side": "end"}, "truncation_side", "left or right"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_its_field(client, body, param, said):

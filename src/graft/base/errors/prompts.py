@@ -26,7 +26,8 @@ class LogitsError(GraftError):
     def __init__(self) -> None:
         super().__init__(
             "the logits of a request have no finite largest value (NaN, infinity, or every token barred), so no token"
-            " can be chosen; check the weights, try float32, or weaken the penalties"
+            " can be chosen; check the weights, try float32, weaken the penalties, or let bad_words,"
+            " allowed_token_ids and the grammar leave a token"
         )
 
 

@@ -76,6 +76,10 @@ def host_reason(params: SamplingParams, new_tokens: int) -> str | None:
         return "penalties"
     if params.grammar is not None:
         return "a grammar"
+    if params.allowed_token_ids is not None:
+        return "allowed_token_ids"
+    if params.bad_words:
+        return "bad_words"
     if params.logit_bias:
         return "a logit bias"
     if new_tokens < params.min_tokens:

@@ -1,5 +1,5 @@
-"""What changes logits before a token is chosen: penalties for tokens seen, biases, and end tokens that come too
-early."""
+"""What changes logits before a token is chosen: penalties for tokens seen, biases, end tokens that come too early,
+and masks (grammars, allowed_token_ids, bad_words)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graft.engine.core import Request
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int]) -> Tensor:
-    """Penalties, biases, barred end tokens, grammars. logits: [n, vocab], a copy where something changes."""
+    """Penalties, biases, barred end tokens, masks. logits: [n, vocab], a copy where something changes."""
     seen = [seen_tokens(request) if request.params.penalised else {} for request in requests]
     barred = [
         (row, token)
@@ -25,7 +25,7 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozens
         if token < logits.shape[-1]
     ]
     biased = [(row, *pair) for row, request in enumerate(requests) for pair in request.params.biases]
-    masks = [(row, r.mask) for row, r in enumerate(requests) if r.params.grammar is not None and r.mask is not None]
+    masks = [(row, r.mask) for row, r in enumerate(requests) if r.params.masked and r.mask is not None]
     if not any(seen) and not barred and not biased and not masks:
         return logits
     edited = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)

@@ -30,8 +30,8 @@ def sample(
 ) -> list[SampledToken]:
     """One token a request. logits: [n, vocab].
 
-    Penalties, biases, end tokens barred before min_tokens, grammars, temperature, min_p, top_k, top_p, sampling, in
-    this order. Greedy rows take the largest logit after these edits. A row from which nothing can be chosen has an
+    Penalties, biases, end tokens barred before min_tokens, masks, temperature, min_p, top_k, top_p, sampling, in this
+    order. Greedy rows take the largest logit after these edits. A row from which nothing can be chosen has an
     error, the others do not. Of a request, `params`, `prompt`, `new_tokens`, `generator` and `mask` are read.
     """
     edited = edit_logits(logits, requests, end_tokens)

@@ -32,6 +32,7 @@ class Piece:
     stop_reason: int | str | None
     parts: Sequence[str | CallDelta] = ()  # content and calls, in their order
     reasoning: str = ""
+    elsewhere: bool = False  # it ends in thoughts or in a call: its last token is none of the content's
 
     @property
     def calls(self) -> list[CallDelta]:
@@ -68,13 +69,19 @@ class Choice:
         """Clients that read `tool_calls` run them: half of the arguments is none."""
         return bool(self.call_ids) and self.parser is not None and not self.parser.broken
 
+    @property
+    def elsewhere(self) -> bool:
+        """What came last is a part of thoughts or of a call."""
+        thinks = self.thinker is not None and self.thinker.state in ("inside", "behind")
+        return thinks or (self.parser is not None and self.parser.told and self.parser.rule is not None)
+
     def take(self, row: AnswerRow) -> Piece:
         """The same text as Request.read_text: the token that ended the answer is no part of it, unless asked for."""
         if self.silent:
             reason = "length" if row.finish_reason == "stop" else row.finish_reason
             none = None if row.logprobs is None else []
             row = row._replace(tokens=[], logprobs=none, finish_reason=reason, stop_reason=None)
-        self.tokens += len(row.tokens)
+        elsewhere, self.tokens = self.elsewhere, self.tokens + len(row.tokens)
         self.cached = row.cached
         by_token = row.finish_reason == "stop" and not isinstance(row.stop_reason, str)
         shown = row.tokens[:-1] if by_token and not self.params.include_stop_str_in_output else row.tokens
@@ -85,7 +92,10 @@ class Choice:
             parts = self.parsed(self.parser, text, last)
             text = "".join(one for one in parts if isinstance(one, str))
         reason = "tool_calls" if row.finish_reason == "stop" and self.calls_are_whole else row.finish_reason
-        self.last = piece = Piece(text, row.tokens, row.logprobs, reason, row.stop_reason, parts, reasoning)
+        self.last = piece = Piece(
+            text, row.tokens, row.logprobs, reason, row.stop_reason, parts, reasoning,
+            self.elsewhere or (elsewhere and not text),
+        )  # fmt: skip
         if self.keep:
             self.pieces.append(piece)
         return piece

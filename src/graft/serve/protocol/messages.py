@@ -14,6 +14,7 @@ from graft.serve.protocol.requests import AskedChat, as_list, served_name, templ
 from graft.serve.protocol.sampling import sampling, token_bound
 from graft.serve.protocol.structure import AskedSchema, checked, the_one
 from graft.serve.protocol.tools import AskedTools, asked_tools
+from graft.serve.protocol.truncation import truncation
 from graft.serve.protocol.values import Json, boolean, mapping, wrong
 
 PATH = "/v1/messages"
@@ -49,6 +50,7 @@ def message_request(body: Json, names: Sequence[str], *, counting: bool = False)
         sampling({**body, "stop": stop_sequences(body)}, most, None),
         stream=boolean(body, "stream") and not counting,
         schema=schema,
+        truncation=truncation(body),
         messages=turns,
         template_options={**thinking(body), **template_options(body)},
         tools=tools,

@@ -12,6 +12,7 @@ from graft.engine.params import MOST_LOGPROBS, SamplingParams
 from graft.serve.protocol.sampling import UNBOUNDED, chat_logprobs, sampling, token_bound
 from graft.serve.protocol.structure import AskedSchema, asked_format
 from graft.serve.protocol.tools import AskedTools, asked_tools
+from graft.serve.protocol.truncation import Truncation, truncation
 from graft.serve.protocol.values import Json, boolean, mapping, text, token_ids, whole, wrong
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
@@ -35,6 +36,7 @@ class Asked:
     return_token_ids: bool = False  # vLLM's: beside the text
     prompt_logprobs: bool = False  # vLLM's: in a field of their own
     schema: AskedSchema | None = None  # what the answer must be
+    truncation: Truncation | None = None  # of a prompt that is too long
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,16 @@ def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedComple
     if echo and logprobs is not None and (params.prompt_logprobs or 0) <= logprobs:
         params = replace(params, prompt_logprobs=logprobs)
     given, schema = prompts(body.get("prompt"), vocabulary), asked_format(body)
-    return AskedCompletion(name, params, **streaming(body), schema=schema, prompts=given, echo=echo, silent=silent)
+    return AskedCompletion(
+        name,
+        params,
+        **streaming(body),
+        schema=schema,
+        truncation=truncation(body),
+        prompts=given,
+        echo=echo,
+        silent=silent,
+    )
 
 
 def prompts(given: object, vocabulary: int, param: str = "prompt") -> list[str | list[int]]:
@@ -125,6 +136,7 @@ def chat(body: Json, names: Sequence[str]) -> AskedChat:
         params,
         **streaming(body),
         schema=schema,
+        truncation=truncation(body),
         messages=said,
         template_options=template_options(body),
         tools=tools,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graft.serve.protocol import answers
-from graft.serve.protocol.choices import Choice, Piece
+from graft.serve.protocol.choices import Choice, Piece, Pieces
 from graft.serve.protocol.requests import AskedChat
 from graft.serve.protocol.values import Json, mapping
 from graft.serve.tools.parser import CallDelta
@@ -27,8 +27,13 @@ class OutputItems:
     id: str
     items: list[dict[str, Any]] = field(default_factory=list)
     call: int = -1  # the index of the call that is open
+    waiting: list[dict[str, Any]] = field(default_factory=list)  # logprobs of tokens whose text has not come yet
 
-    def feed(self, choice: Choice, piece: Piece) -> Iterator[Told]:
+    def feed(self, choice: Choice, piece: Piece, likely: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
+        """likely: logprobs of its tokens, of which messages have those of their text."""
+        self.waiting += likely
+        if piece.elsewhere:
+            self.waiting.clear()
         if piece.reasoning:
             yield from self.text("reasoning", piece.reasoning)
         for part in piece.parts:
@@ -41,10 +46,14 @@ class OutputItems:
         yield from self.opened(kind)
         part, name = self.last["content"][0], "output_text" if kind == "message" else "reasoning_text"
         part["text"] += more
-        extra = {"logprobs": []} if kind == "message" else {}
+        found, self.waiting = self.waiting, []
+        extra = {"logprobs": found} if kind == "message" else {}
+        if kind == "message":
+            part["logprobs"] += found
         yield f"{name}.delta", {**self.site, "content_index": 0, "delta": more, **extra}
 
     def more_of_call(self, choice: Choice, part: CallDelta) -> Iterator[Told]:
+        self.waiting.clear()
         if part.index != self.call:
             self.call = part.index
             facts = {"call_id": choice.call_ids[part.index], "name": part.name or "", "arguments": ""}
@@ -81,7 +90,7 @@ class OutputItems:
             yield "function_call_arguments.done", {**self.site, **told}
         else:
             name, part = "output_text" if item["type"] == "message" else "reasoning_text", item["content"][0]
-            extra = {"logprobs": []} if item["type"] == "message" else {}
+            extra = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             yield f"{name}.done", {**self.site, "content_index": 0, "text": part["text"], **extra}
             yield "content_part.done", {**self.site, "content_index": 0, "part": part}
         item["status"] = status
@@ -91,6 +100,8 @@ class OutputItems:
         """An answer without anything is an empty message."""
         if not self.items:
             yield from self.opened("message")
+        if self.waiting and self.last["type"] == "message":  # of an end token, which has no text
+            yield from self.text("message", "")
         yield from self.closed(status)
 
     @property
@@ -121,6 +132,7 @@ class ResponseFormat:
     created: int
     prompt: int  # tokens
     body: Json
+    tokens: Pieces  # for logprobs
     keeps: bool = True  # the last events have the whole text
     numbers: Iterator[int] = field(default_factory=itertools.count)
     items: list[OutputItems] = field(default_factory=list)  # of the stream, once it has begun
@@ -129,11 +141,15 @@ class ResponseFormat:
         (choice,) = choices
         made = OutputItems(self.id)
         for piece in choice.pieces:
-            for _ in made.feed(choice, piece):
+            for _ in made.feed(choice, piece, self.likely(piece)):
                 pass
         for _ in made.end(self.status(choice)):
             pass
         return self.ended(choice, made, choices)
+
+    def likely(self, piece: Piece) -> list[dict[str, Any]]:
+        found = answers.chat_logprobs(piece, self.tokens)
+        return [] if found is None else found["content"]
 
     def status(self, choice: Choice) -> str:
         return "incomplete" if choice.last is not None and choice.last.finish_reason == "length" else "completed"
@@ -164,6 +180,7 @@ class ResponseFormat:
             "text": {"format": mapping(mapping(asked, "text"), "format") or {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",
             "tools": [shown_tool(one) for one in asked.get("tools") or ()],
+            "top_logprobs": params.logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -192,7 +209,7 @@ class ResponseFormat:
         return self.event("created", response=state) + self.event("in_progress", response=state)
 
     def chunk(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:  # noqa: ARG002
-        return self.events(self.items[0].feed(choice, piece))
+        return self.events(self.items[0].feed(choice, piece, self.likely(piece)))
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         (choice,), (made,) = choices, self.items

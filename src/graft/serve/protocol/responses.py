@@ -9,21 +9,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graft.base.errors import HttpRefused
-from graft.serve.protocol.requests import ROLES, AskedChat, message, served_name, template_options, tool_call
+from graft.engine.params import MOST_LOGPROBS
+from graft.serve.protocol.requests import (
+    ROLES,
+    AskedChat,
+    as_list,
+    message,
+    served_name,
+    template_options,
+    tool_call,
+)
 from graft.serve.protocol.sampling import sampling, token_bound
 from graft.serve.protocol.structure import text_format
 from graft.serve.protocol.tools import asked_tools
-from graft.serve.protocol.values import Json, boolean, text, wrong
+from graft.serve.protocol.truncation import truncation
+from graft.serve.protocol.values import Json, boolean, text, whole, wrong
 
 TEXTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
+# what was thought is in the items as it is, and taken back from there: nothing has to be hidden in them
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 # field: values that ask for nothing
 STATEFUL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
     "background": (False,),
-    # what was thought is in the items as it is, and taken back from there: nothing has to be hidden in them
-    "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
     "max_tool_calls": (),
     "prompt_logprobs": (),
@@ -35,7 +46,7 @@ def response(body: Json, names: Sequence[str]) -> AskedChat:
     for field_name, harmless in STATEFUL.items():
         if body.get(field_name) is not None and body[field_name] not in harmless:
             raise HttpRefused(f"{field_name} is not supported", param=field_name, code="unsupported_parameter")
-    params = sampling(body, token_bound(body, "max_output_tokens"), None)
+    params = sampling(body, token_bound(body, "max_output_tokens"), text_logprobs(body))
     if params.n != 1:
         raise wrong("n", "1", params.n)
     first = (
@@ -53,10 +64,28 @@ def response(body: Json, names: Sequence[str]) -> AskedChat:
         params,
         stream=boolean(body, "stream"),
         schema=schema,
+        truncation=truncation(body),
         messages=[*first, *conversation(body.get("input"))],
         template_options=template_options(body),
         tools=tools,
     )
+
+
+def text_logprobs(body: Json) -> int | None:
+    """How many of the likeliest tokens are told beside each, where `include` asks for logprobs at all."""
+    given = body.get("include")
+    for one in [] if given is None else as_list(given, "include"):
+        if one not in INCLUDED:
+            known = " and ".join(INCLUDED)
+            raise HttpRefused(
+                f"include: only {known} are supported, not {one!r:.60}", param="include", code="unsupported_parameter"
+            )
+    top = whole(body, "top_logprobs", 0, MOST_LOGPROBS)
+    if LOGPROBS in (given or ()):
+        return top or 0
+    if top:
+        raise HttpRefused(f"top_logprobs needs include: [{LOGPROBS}]", param="top_logprobs")
+    return None
 
 
 def nested(body: Json) -> dict[str, Any]:

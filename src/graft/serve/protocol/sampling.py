@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from graft.base.errors import HttpRefused, UsageError
-from graft.engine.params import MOST_LOGPROBS, SamplingParams, bias_problem, check_biased
+from graft.engine.masks import mask_problem
+from graft.engine.params import MOST_LOGPROBS, SamplingParams, check_biased
 from graft.serve.protocol.values import Json, boolean, mapping, text, whole, wrong
+from graft.serve.wire import ServedModel
 
 # taken as they are; SamplingParams checks them. The rest of OpenAI's and vLLM's fields are ignored, as both do.
 FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "skip_special_tokens", "min_tokens",
-    "prompt_logprobs",
+    "prompt_logprobs", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MOST_SAMPLES = 128  # OpenAI's bound of n
@@ -27,11 +29,8 @@ UNBOUNDED = 2**31  # stands for max_tokens until the length of the prompt is kno
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "functions": (lambda v: v == [], "the older form of tools is not supported; give tools"),
     "function_call": (lambda v: v in ("none", "auto"), "the older form of tool_choice is not supported"),
-    "allowed_token_ids": (lambda v: v == [], "the engine cannot restrict tokens"),
-    "bad_words": (lambda v: v == [], "the engine cannot restrict tokens"),
     "use_beam_search": (lambda v: v is False, "there is no beam search"),
     "suffix": (lambda v: v == "", "the model fills in nothing; there is no suffix"),
-    "truncate_prompt_tokens": (lambda _: False, "prompts are never truncated"),
     "chat_template": (lambda _: False, "templates come from the model alone"),
     "documents": (lambda v: v == [], "documents are not supported"),
     "audio": (lambda _: False, "the answer is text alone"),
@@ -55,6 +54,8 @@ def sampling(body: Json, max_tokens: int | None, logprobs: int | None) -> Sampli
     whole(body, "n", 1, MOST_SAMPLES)
     fields = {name: body[name] for name in FIELDS if body.get(name) is not None}
     fields.setdefault("temperature", DEFAULT_TEMPERATURE)
+    if isinstance(words := body.get("bad_words"), list):
+        fields["bad_words"] = [text(word, "bad_words") for word in words]
     try:
         return SamplingParams(
             **fields, max_tokens=max_tokens or UNBOUNDED, logprobs=logprobs, stop=stop_strings(body),
@@ -74,7 +75,7 @@ def stop_strings(body: Json) -> tuple[str, ...]:
 
 
 def biases(body: Json) -> dict[int, float]:
-    """JSON has token ids as strings. Whether they are of the vocabulary: `check_biases`."""
+    """JSON has token ids as strings. Whether they are of the vocabulary: `check_tokens`."""
     given = mapping(body, "logit_bias")
     check_biased(len(given))
     for token in given:
@@ -83,16 +84,10 @@ def biases(body: Json) -> dict[int, float]:
     return {int(token): bias for token, bias in given.items()}
 
 
-def check_biases(params: SamplingParams, vocabulary: int) -> None:
-    if (why := bias_problem(params, vocabulary)) is not None:
-        raise HttpRefused(why, param="logit_bias")
-
-
-def check_barred(params: SamplingParams, vocabulary: int, end_tokens: Collection[int]) -> None:
-    """A token at least must be left while the answer may not end."""
-    barred = {token for token in (*(params.stop_token_ids or ()), *end_tokens) if token < vocabulary}
-    if params.min_tokens and len(barred) >= vocabulary:
-        raise HttpRefused("min_tokens: stop_token_ids leaves no token that would not end it", param="min_tokens")
+def check_tokens(params: SamplingParams, model: ServedModel) -> None:
+    """Those that it names are of the vocabulary, and one is left while the answer may not end."""
+    if (why := mask_problem(params, model.vocabulary, model.end_tokens)) is not None:
+        raise HttpRefused(why, param=why.partition(":")[0])
 
 
 def check_scores(params: SamplingParams, tokens: int, param: str) -> None:
@@ -113,7 +108,18 @@ def as_refused(error: UsageError) -> HttpRefused:
     """The engine's own sentence begins with the field."""
     if isinstance(error, HttpRefused):
         return error
-    return HttpRefused(str(error), param=str(error).partition(" ")[0])
+    return HttpRefused(str(error), param=str(error).partition(" ")[0].rstrip(":"))
+
+
+def room_for(model: ServedModel) -> int:
+    """Tokens of a prompt and its answer. One more than the cache has: the last one is never fed back."""
+    return min(model.context, model.cache_tokens + 1)
+
+
+def prompt_room(params: SamplingParams, model: ServedModel, *, clamped: bool = False) -> int:
+    """Tokens that a prompt may have beside the answer that is asked for, or beside one token of it."""
+    least = 1 if clamped or params.max_tokens == UNBOUNDED else params.max_tokens
+    return room_for(model) - least
 
 
 def fitted(

@@ -1,0 +1,56 @@
+"""/inference/v1/generate, vLLM's: token ids in, token ids out, for routers and trainers that have the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graft.base.errors import HttpRefused
+from graft.engine.params import MOST_LOGPROBS
+from graft.serve.protocol.requests import Asked, served_name, streaming
+from graft.serve.protocol.sampling import sampling, token_bound
+from graft.serve.protocol.structure import asked_format
+from graft.serve.protocol.truncation import truncation
+from graft.serve.protocol.values import Json, mapping, text, token_ids, whole
+
+PATH = "/inference/v1/generate"
+# field: (values that ask for nothing, what is refused)
+REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "features": (lambda _: False, "the model takes tokens alone"),
+    "content_parts": (lambda v: v == [], "the model takes tokens alone"),
+    "output_mode": (
+        lambda v: v == "tokens",
+        "only tokens come out; /v1/completions with return_token_ids has texts",
+    ),
+    "priority": (lambda v: v == 0, "requests are served in their order"),
+    "cache_salt": (lambda v: v == "", "the cache is one for all"),
+    "kv_transfer_params": (lambda v: v == {}, "no keys and values are sent or fetched"),
+    "ec_transfer_params": (lambda v: v == {}, "no keys and values are sent or fetched"),
+}
+
+
+@dataclass(frozen=True)
+class AskedTokens(Asked):
+    prompt: Sequence[int] = ()
+    request_id: str | None = None
+
+
+def token_request(body: Json, names: Sequence[str], vocabulary: int) -> AskedTokens:
+    """sampling_params are an object of their own, by the names of SamplingParams."""
+    name = served_name(body, names)
+    for field, (harmless, why) in REFUSED.items():
+        if body.get(field) is not None and not harmless(body[field]):
+            raise HttpRefused(f"{field}: {why}", param=field, code="unsupported_parameter")
+    own = mapping(body, "sampling_params")
+    logprobs = whole(own, "logprobs", 0, MOST_LOGPROBS)
+    params = sampling(own, token_bound(own, "max_tokens"), logprobs)
+    common = streaming({**body, "prompt_logprobs": own.get("prompt_logprobs")})
+    prompt = token_ids(body.get("token_ids"), "token_ids", vocabulary)
+    if not prompt:
+        raise HttpRefused("token_ids: the prompt has no tokens; give at least one", param="token_ids")
+    given = body.get("request_id")
+    return AskedTokens(
+        name, params, **common, schema=asked_format(own), truncation=truncation(own), prompt=prompt,
+        request_id=None if given is None else text(given, "request_id"),
+    )  # fmt: skip
