@@ -6,6 +6,7 @@ from capture_faults import CAPTURE_FAULTS
 from fault import fault
 from joint_faults import JOINT_FAULTS
 from part_faults import PART_FAULTS
+from request_faults import REQUEST_FAULTS
 from state_faults import STATE_FAULTS
 
 FAULTS = [
@@ -388,5 +389,6 @@ FAULTS = [
     fault("mcp/workspace.py", "self.root not in path.parents", "False", "unit/mcp/test_mcp.py"),
     *JOINT_FAULTS,
     *PART_FAULTS,
+    *REQUEST_FAULTS,
     *STATE_FAULTS,
 ]

@@ -96,3 +96,20 @@ def test_events_are_one_line_of_json(text):
     line = answers.event({"text": text})
     assert line.startswith(b"data: ") and line.endswith(b"\n\n") and line.count(b"\n") == 2
     assert json.loads(line[6:]) == {"text": text}
+
+
+@given(
+    tokens=st.lists(st.integers(0, 299), min_size=1, max_size=6),
+    finish=st.sampled_from([(None, None), ("length", None), ("stop", 2)]),
+)
+def test_a_row_in_single_tokens_is_the_same_answer(tokens, finish):
+    """What is of the prompt comes with the first of them, the end with the last."""
+    likely = [TokenLogprobs(-float(at), []) for at in range(len(tokens))]
+    row = AnswerRow(1, 0, tokens, likely, *finish, 3, None, [TokenLogprobs(-9.0, [], 2)])
+    each = row.singles()
+    assert [one.tokens for one in each] == [[token] for token in tokens]
+    assert [one.logprobs for one in each] == [[one] for one in likely]
+    assert [(one.finish_reason, one.stop_reason) for one in each] == [(None, None)] * (len(tokens) - 1) + [finish]
+    assert [one.prompt_logprobs for one in each] == [row.prompt_logprobs] + [None] * (len(tokens) - 1)
+    bare = row._replace(logprobs=None)
+    assert bare.singles() == [bare]
