@@ -4,21 +4,29 @@ torch writes down every frame of the stack for each node, some hundred and fifty
 `forward`: 4 to 8 % of an export. Here the others are passed over, and torch's own filter sees what is left.
 
 A plain function runs inside of a `forward` of graft's, which would be all that is left of it: its own line stands
-there.
+there. So does that of a branch or body, which Dynamo has made a graph of: that is traced again, line by line of its
+generated code, which nobody wrote.
 """
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.fx import Node, proxy
+from torch.fx import GraphModule, Node, proxy
+
+from graft.ir.nodes import TORCH
 
 STANDS_FOR_FUNCTION = "graft.capture.function"  # whose `forward` calls the user's function
+AROUND = (str(Path(__file__).parent), TORCH)  # Dynamo sees the modes through which the calls of a branch go, too
+GENERATED = "<eval_with_key>"  # how torch names the file of a graph's code
 LIBRARIES = frozenset({"torch", "graft", "functools", "contextlib"})
 
 
@@ -55,9 +63,25 @@ def kept_frames(frame: FrameType | None) -> traceback.StackSummary:
         module = str(frame.f_globals.get("__name__"))
         if name == "forward" and module == STANDS_FOR_FUNCTION and function is not None:
             found.append(traceback.FrameSummary(function.f_code.co_filename, function.f_lineno, name))
+        elif name == "forward" and file.startswith(GENERATED):
+            found += reversed(written_lines(frame))
         elif name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
             found.append(traceback.FrameSummary(file, frame.f_lineno, name))
         elif module.partition(".")[0] not in LIBRARIES:
             function = frame
         frame = frame.f_back
     return traceback.StackSummary(reversed(found))
+
+
+def written_lines(frame: FrameType) -> list[traceback.FrameSummary]:
+    """What the node has that the generated code computes in this line: the lines of the program, the outermost
+    first."""
+    file, module = frame.f_code.co_filename, frame.f_locals.get("self")
+    line = linecache.getline(file, frame.f_lineno, frame.f_globals)
+    named = re.match(r"\s*(\w+)", line)
+    nodes = module.graph.nodes if isinstance(module, GraphModule) and named is not None else ()
+    stack = next((node.stack_trace for node in nodes if named is not None and node.name == named[1]), None)
+    found = re.findall(r'File "([^"]+)", line (\d+)', stack or "")
+    return [
+        traceback.FrameSummary(path, int(number), "forward") for path, number in found if not path.startswith(AROUND)
+    ]
