@@ -49,8 +49,15 @@ def expected(folder):
 
 
 def resident(number):
-    """MiB of a process."""
+    """MiB of a process. The HTTP process is forked from one that has imported torch, whose 150 MiB and more are in
+    it; a server that is started by itself has none of them."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{number}/status").read_text())[1]) / 1024
+
+
+def own(number):
+    """MiB that a process shares with no other: of one that was forked, what it has written since, too."""
+    found = re.findall(r"^Private_\w+:\s+(\d+)", Path(f"/proc/{number}/smaps_rollup").read_text(), re.M)
+    return round(sum(map(int, found)) / 1024, 1)
 
 
 def value(text, name):
@@ -73,7 +80,10 @@ def soaked(server, plain, expected):
         sizes.append([round(resident(number), 1) for number in (server.process.pid, server.engine)])
         preempted = value(plain.get("/metrics").text, "vllm:num_preemptions_total")
         told = f"{sum(soak.seen.values())} requests, {preempted:g} preemptions"
-        print(f"{told}, MiB of HTTP and engine process: {sizes[-1]}", flush=True)
+        print(
+            f"{told}, MiB of HTTP and engine process: {sizes[-1]}, {own(server.process.pid)} of HTTP's own",
+            flush=True,
+        )
     assert not [kind for kind in soak.seen if ": 50" in kind], soak.seen
     asyncio.run(soak.run(REQUESTS // PARTS, AT_ONCE, kill=lambda: os.kill(server.engine, signal.SIGKILL)))
     nothing_is_left()
