@@ -13,7 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,9 @@ def rewrite_no_packages() -> None:
 rewrite_no_packages()
 
 from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal import charmap  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
+from hypothesis.internal.intervalsets import IntervalSet  # noqa: E402
 
 from bytecode import rewrite_files  # noqa: E402
 from fork_parent import fork_workers, forks  # noqa: E402
@@ -70,6 +72,14 @@ os.environ["GRAFT_NO_CHECK_CACHE"] = "1"  # a check that a test asks for is made
 os.environ |= {"NO_COLOR": "1", "COLUMNS": "160"}  # what the commands print, whatever the terminal
 warnings.filterwarnings("ignore")
 
+
+def known_intervals(found: Any, codec: str) -> Any:
+    """Characters that the codec encodes, and those of them that it decodes to others."""
+    return (
+        (IntervalSet([(0, 0xD7FF), (0xE000, sys.maxunicode)]), IntervalSet([])) if codec == "utf-8" else found(codec)
+    )
+
+
 # the same examples in every run, so that a change is judged by what it changed; `make fuzz` draws new ones
 # no test depends on the clock: a busy machine may take seconds over what takes milliseconds here
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -81,6 +91,8 @@ if not FULL:
     # hypothesis also draws numbers and texts that stand in the source of whatever is imported: examples would follow
     # from what a process ran before, and from lines that have nothing to do with the test; and 1,000 files are parsed
     providers._get_local_constants = lambda: providers._local_constants
+    # what a text may have by default: hypothesis encodes all of Unicode to know, 8 core-seconds
+    charmap.intervals_from_codec = partial(known_intervals, charmap.intervals_from_codec)
 
 # the kit comes with graft when that is installed; from a checkout it is named here (under the same name: never twice)
 pytest_plugins = ["graft.testing.plugin", "pytester", "document_schemas"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -52,6 +54,8 @@ class DecompositionLevel:
 FAKE_TENSOR = "torch._subclasses.fake_tensor"  # a logger
 RETURN_INSTEAD = "return the new value from it, and write it after the call"
 EXPORT = DecompositionLevel("export")
+_codeless = threading.local()  # .depth: how many graphs this thread puts together without their code
+_recompile = GraphModule.recompile
 _level: ContextVar[DecompositionLevel] = ContextVar("decomposition_level", default=EXPORT)
 
 
@@ -178,8 +182,9 @@ def functional(op: Any) -> bool:
 
 def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module | None = None) -> GraphModule:
     """The canonical graph of an exported program, decomposed or not; writes that it keeps apart become `copy_`."""
-    exported = program.module()
-    gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
+    with no_code():
+        exported = without_guards(program)
+        gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
     write_code_inside(gm)
     name_constants(gm, exported if module is None else module)
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
@@ -194,6 +199,30 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
     canonicalize_inside(gm)
     gm.recompile()
     return gm
+
+
+def without_guards(program: torch.export.ExportedProgram) -> GraphModule:
+    """The program as a module, without a call of a submodule that checks guards: graft's own are in the signature."""
+    if "check_guards" in inspect.signature(program.module).parameters:
+        return program.module(check_guards=False)
+    return program.module()
+
+
+@contextmanager
+def no_code() -> Iterator[None]:
+    """Within it, this thread's graphs get no Python code: of the five that an exported program becomes on its way,
+    only the last is run, and `recompile` writes its code in the end."""
+    # it stays: of two threads, the one that ends first would put the other's back
+    GraphModule.recompile = recompile  # type: ignore[method-assign]
+    _codeless.depth = getattr(_codeless, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _codeless.depth -= 1
+
+
+def recompile(self: GraphModule) -> Any:
+    return None if getattr(_codeless, "depth", 0) else _recompile(self)
 
 
 def write_code_inside(gm: GraphModule) -> None:

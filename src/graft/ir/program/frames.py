@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch.fx import GraphModule, Node, proxy
@@ -34,6 +34,7 @@ LIBRARIES = frozenset({"torch", "graft", "functools", "contextlib"})
 def forward_frames() -> Iterator[None]:
     """Nodes have the stack traces that they have without it."""
     made = proxy.TracerBase.create_node
+    kinds: dict[int, tuple[str, CodeType]] = {}
 
     def create_node(self: Any, *args: Any, **kwargs: Any) -> Node:
         if not (self.record_stack_traces and self._record_forward_stack_traces_only):
@@ -43,7 +44,7 @@ def forward_frames() -> Iterator[None]:
             node = made(self, *args, **kwargs)
         finally:
             self.record_stack_traces = True
-        if not node.stack_trace and (found := self._filter_traceback_frames(kept_frames(sys._getframe(1)))):
+        if not node.stack_trace and (found := self._filter_traceback_frames(kept_frames(sys._getframe(1), kinds))):
             node.stack_trace = "".join(found.format()).strip()
         return node
 
@@ -54,20 +55,24 @@ def forward_frames() -> Iterator[None]:
         proxy.TracerBase.create_node = made
 
 
-def kept_frames(frame: FrameType | None) -> traceback.StackSummary:
-    """Those that torch's filter keeps, the outermost first."""
-    found, anchors = [], getattr(proxy, "_STACK_TRACE_ANCHORS", ())  # torch 2.11 has none
+def kept_frames(frame: FrameType | None, kinds: dict[int, tuple[str, CodeType]]) -> traceback.StackSummary:
+    """Those that torch's filter keeps, the outermost first. In `kinds` is what each code is, by its id: the hundred
+    frames above a program are the same for all of its nodes."""
+    found = []
     function: FrameType | None = None  # the outermost frame so far that is the user's own code
     while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        module = str(frame.f_globals.get("__name__"))
-        if name == "forward" and module == STANDS_FOR_FUNCTION and function is not None:
-            found.append(traceback.FrameSummary(function.f_code.co_filename, function.f_lineno, name))
-        elif name == "forward" and file.startswith(GENERATED):
+        code = frame.f_code
+        known = kinds.get(id(code))
+        if known is None:
+            known = kinds[id(code)] = kind_of(frame), code
+        kind = known[0]
+        if kind == "stands for" and function is not None:
+            found.append(traceback.FrameSummary(function.f_code.co_filename, function.f_lineno, code.co_name))
+        elif kind in ("kept", "stands for"):
+            found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name))
+        elif kind == "generated":
             found += reversed(written_lines(frame))
-        elif name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
-            found.append(traceback.FrameSummary(file, frame.f_lineno, name))
-        elif module.partition(".")[0] not in LIBRARIES:
+        elif kind == "own":
             function = frame
         frame = frame.f_back
     return traceback.StackSummary(reversed(found))
@@ -85,3 +90,16 @@ def written_lines(frame: FrameType) -> list[traceback.FrameSummary]:
     return [
         traceback.FrameSummary(path, int(number), "forward") for path, number in found if not path.startswith(AROUND)
     ]
+
+
+def kind_of(frame: FrameType) -> str:
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    module = str(frame.f_globals.get("__name__"))
+    if name == "forward" and module == STANDS_FOR_FUNCTION:
+        return "stands for"
+    if name == "forward" and file.startswith(GENERATED):
+        return "generated"
+    anchors = getattr(proxy, "_STACK_TRACE_ANCHORS", ())  # torch 2.11 has none
+    if name == "forward" or file.endswith("torch/__init__.py") or (file, name) in anchors:
+        return "kept"
+    return "library" if module.partition(".")[0] in LIBRARIES else "own"
