@@ -27,7 +27,7 @@ from graft.ir.nodes import OpOverload
 from graft.ir.program.assigned_weights import AssignedWeights, refuse_reads, with_memory_of_their_own
 from graft.ir.program.assignments import assignments_as_writes
 from graft.ir.program.frames import forward_frames
-from graft.ir.program.generators import generators_kept, refuse_new_generators
+from graft.ir.program.generators import MARK, OTHER, generators_kept, refuse_new_generators, refuse_seeds
 from graft.ir.program.gradient_flags import META, GradientFlags
 from graft.ir.program.indexing import TensorPositions
 from graft.ir.program.node_values import values_alone
@@ -88,12 +88,24 @@ def export_graph(
     not: whatever the program decided by a size is among the guards (ir/program/signature.py).
     """
     try:
-        return export_once(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, positions=positions)
+        return export_seedless(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, positions=positions)
     except AssignedWeights as tied:
         with with_memory_of_their_own(tied):
-            gm = export_once(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, positions=positions)
+            gm = export_seedless(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, positions=positions)
             refuse_reads(gm, tied)
         return gm
+
+
+def export_seedless(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any,
+    *, exact_sizes: bool, positions: TensorPositions | None,
+) -> GraphModule:  # fmt: skip
+    """A program that holds generators is traced with two seeds, so that nothing in its graph comes of one."""
+    gm, held = export_once(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, positions=positions)
+    if held:
+        other, _ = export_once(module, args, kwargs, dynamic_shapes, exact_sizes=exact_sizes, mark=OTHER)
+        refuse_seeds(gm, other)
+    return gm
 
 
 def export_once(
@@ -103,8 +115,10 @@ def export_once(
     dynamic_shapes: Any,
     *,
     exact_sizes: bool,
-    positions: TensorPositions | None,
-) -> GraphModule:
+    positions: TensorPositions | None = None,
+    mark: int = MARK,
+) -> tuple[GraphModule, list[torch.Generator]]:
+    """The graph, and the generators that the module and its arguments hold."""
     sizes = torch.fx.experimental._config.patch(backed_size_oblivious=exact_sizes)
     try:
         with (
@@ -118,7 +132,7 @@ def export_once(
             values_alone(),
             assignments_as_writes(module),
             quiet(FAKE_TENSOR),
-            generators_kept(module, (args, kwargs or {})) as generators,
+            generators_kept(module, (args, kwargs or {}), mark) as generators,
             GradientFlags() as flags,
         ):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
@@ -130,7 +144,7 @@ def export_once(
     gm = program_graph(program, module)
     refuse_new_generators(gm, generators)
     gm.meta[META] = tuple(flags.lines)
-    return gm
+    return gm, generators
 
 
 def why_not_captured(module: torch.nn.Module, error: Exception) -> str:

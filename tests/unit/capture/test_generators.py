@@ -114,6 +114,18 @@ def reads_the_seed_of_its_own(x):
     return x + GENERATOR.initial_seed()
 
 
+def adds_a_digit_of_the_seed(x):
+    return x + GENERATOR.initial_seed() % 1000
+
+
+def goes_by_the_seed(x):
+    return x.sin() if GENERATOR.initial_seed() % 2 else x.cos().exp()
+
+
+def keeps_a_digit_of_the_seed(x):
+    return x + torch.tensor([GENERATOR.initial_seed() % 1000, 2, 3])
+
+
 class Samples(nn.Module):
     def forward(self, x):
         return x + self.number()
@@ -143,7 +155,10 @@ class Samples(nn.Module):
         (Samples(), "samples from a Random object"),
         (makes_one_of_numpy, r"samples from numpy.random.default_rng \(test_generators.py:\d+\)"),
         (a_secret, r"samples from secrets.randbelow \(test_generators.py:\d+\)"),
-        (reads_the_seed_of_its_own, r"%add \(test_generators.py:\d+\) takes the seed of a generator"),
+        (reads_the_seed_of_its_own, r"%add \(test_generators.py:\d+\) depends on the seed of a generator"),
+        (adds_a_digit_of_the_seed, r"%add \(test_generators.py:\d+\) depends on the seed of a generator"),
+        (goes_by_the_seed, "depends on the seed of a generator"),
+        (keeps_a_digit_of_the_seed, "depends on the seed of a generator"),
     ],
 )
 def test_what_a_graph_would_do_once_is_refused(program, problem):

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graft.base.errors import CaptureError
 from graft.ir.branches import all_nodes
@@ -38,7 +38,10 @@ BETWEEN = frozenset(
     }
 )
 MARK = 0x6F5E_1D2C_3B4A  # a seed that no program uses, to see whether it seeds or reads a generator
+OTHER = 0x2A91_C04D_77B3  # another: their difference is a prime, so they leave different remainders
 ADVICE = "seed before the call"
+NUMBERS = (bool, int, float, str)
+FEW = 64  # numbers of a constant that a program makes in Python
 
 
 class WatchedGenerator:
@@ -83,8 +86,9 @@ def asker() -> FrameType | None:
 
 
 @contextmanager
-def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[torch.Generator]]:
-    """Within it, `module` is traced; gives the generators that it and its arguments hold.
+def generators_kept(module: torch.nn.Module, arguments: Any, mark: int = MARK) -> Iterator[list[torch.Generator]]:
+    """Within it, `module` is traced; gives the generators that it and its arguments hold, which have `mark` as their
+    seed meanwhile.
 
     Raises CaptureError, at once or at its end, when the program seeds one or samples with Python's or numpy's.
     """
@@ -100,18 +104,18 @@ def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[to
     fresh = state_bytes(torch.Generator().manual_seed(seed))
     begun = fresh == state_bytes(own)  # a program that seeds it so once more could not be seen
     if begun:
-        own.manual_seed(seed := MARK)
+        own.manual_seed(seed := mark)
     watched = WatchedGenerator(own), tuple(map(WatchedGenerator, devices))
     try:
         for generator in marked:
-            generator.manual_seed(MARK)
+            generator.manual_seed(mark)
         with imports_put_right({id(watched[0]): own, id(watched[1]): devices}):
             put_generators(*watched)
             with host_samples_refused(variables(module), snapshot.seen.values()):
                 yield held
     finally:
         put_generators(own, devices)
-        seeded = [generator for generator in marked if generator.initial_seed() != MARK]
+        seeded = [generator for generator in marked if generator.initial_seed() != mark]
         for generator, state in zip(marked, states, strict=True):
             generator.set_state(state)
         again = own.initial_seed() != seed or (not begun and state_bytes(own) == fresh)
@@ -126,17 +130,9 @@ def state_bytes(generator: torch.Generator) -> bytes:
 
 
 def refuse_new_generators(gm: GraphModule, held: list[torch.Generator]) -> None:
-    """Raises for a generator in the graph that nobody holds: the program makes it, seeded anew at every call.
-
-    Also for the seed of one that the program reads: a number for ever.
-    """
+    """Raises for a generator in the graph that nobody holds: the program makes it, seeded anew at every call."""
     known = set(map(pointer, (*held, torch.default_generator, *torch.cuda.default_generators)))
     for node in all_nodes(gm.graph):
-        if any(type(leaf) is int and leaf == MARK for leaf in leaves((node.args, node.kwargs))):
-            raise CaptureError(
-                f"{where(node)} takes the seed of a generator, which a graph would hold for ever; pass the number"
-                " as an argument"
-            )
         if node.op == "get_attr":
             value = attribute(gm, str(node.target))
             if isinstance(value, torch.Generator) and pointer(value) not in known:
@@ -145,3 +141,28 @@ def refuse_new_generators(gm: GraphModule, held: list[torch.Generator]) -> None:
                     " argument holds; a graph would go on with one where the program begins anew. Make it an"
                     " attribute of the module, or pass it"
                 )
+
+
+def refuse_seeds(gm: GraphModule, other: GraphModule) -> None:
+    """Raises for the seed of a generator, and for what the program makes of it: a number for ever, by which the
+    traces with two seeds differ."""
+    nodes, others = list(all_nodes(gm.graph)), list(all_nodes(other.graph))
+    pairs = zip(nodes, others, strict=False)
+    found = next((one for one, two in pairs if called_with(one) != called_with(two)), None)
+    if found is None and len(nodes) != len(others):
+        found = nodes[-1]
+    if found is not None:
+        raise CaptureError(
+            f"{where(found)} depends on the seed of a generator, which a graph would hold for ever; pass the number"
+            " as an argument"
+        )
+
+
+def called_with(node: Node) -> tuple[Any, ...]:
+    """What a node is, but for generators and the names of others; of a constant its numbers."""
+    value = attribute(node.graph.owning_module, str(node.target)) if node.op == "get_attr" else None
+    if isinstance(value, torch.Tensor) and value.numel() <= FEW and not value.is_meta:
+        numbers = value.tolist()
+    else:
+        numbers = [one for one in leaves((node.args, node.kwargs)) if type(one) in NUMBERS]
+    return node.op, str(node.target), repr(numbers)  # as text a NaN equals itself

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from graft.ir.program.callers import is_torch, line_of
 
 META = "gradients_asked"
-SETS: Any = Tensor.requires_grad.__set__
+SETS: Any = vars(Tensor.__base__)["requires_grad"].__set__
 MARKS = (Tensor.requires_grad_, SETS)
 
 
