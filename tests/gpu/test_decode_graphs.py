@@ -65,9 +65,10 @@ def test_tokens_equal_the_eager_engine_float32(family):
     assert [o.token_ids for o in llm.generate(given, mixed)] == [o.token_ids for o in expected]
 
 
-def test_a_steady_step_waits_for_nothing():
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3-next"])
+def test_a_steady_step_waits_for_nothing(family):
     """torch tells of every call that waits for the device, except of the event that the host is meant to wait for."""
-    llm = graft.LLM(model("llama"), max_num_seqs=4)
+    llm = graft.LLM(model(family), max_num_seqs=4)
     for params in ([greedy(60)] * 3, [drawn(0), drawn(1), greedy(60)]):
         requests = [llm.engine.add(*one) for one in zip(prompts((5, 15, 30)), params, strict=True)]
         for _ in range(4):
