@@ -28,6 +28,21 @@ def strict(answer):
     return answer
 
 
+def check_logprobs(client: openai.OpenAI, model: str) -> None:
+    """Of a response, whole and in its events; and of what may be said at all, by vLLM's field."""
+    asked = {"model": model, "input": USER, "temperature": 0, "max_output_tokens": 6, "top_logprobs": 2}
+    wanted = {**asked, "include": ["message.output_text.logprobs"]}
+    (part,) = strict(client.responses.create(**wanted)).output[0].content
+    assert len(part.logprobs) == 6 and "".join(one.token for one in part.logprobs) == part.text
+    assert all(one.logprob == one.top_logprobs[0].logprob and len(one.top_logprobs) == 2 for one in part.logprobs)
+    told = [strict(event) for event in client.responses.create(**wanted, stream=True)]
+    pieces = [event for event in told if event.type == "response.output_text.delta"]
+    assert [one.token for event in pieces for one in event.logprobs] == [one.token for one in part.logprobs]
+    only = {"allowed_token_ids": [30, 31], "return_token_ids": True, "truncate_prompt_tokens": 3}
+    text = client.completions.create(model=model, prompt="The capital of France is", max_tokens=5, extra_body=only)
+    assert set(text.choices[0].token_ids) <= {30, 31} and text.usage.prompt_tokens == 3
+
+
 def main(base: str, model: str) -> None:
     client = openai.OpenAI(base_url=base, api_key="any", max_retries=0, timeout=120)
     chat = {"model": model, "messages": USER, "temperature": 0, "max_tokens": 24}
@@ -43,6 +58,7 @@ def main(base: str, model: str) -> None:
     events = client.responses.create(model=model, input=USER, temperature=0, max_output_tokens=24, stream=True)
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(pieces) == made.output_text
+    check_logprobs(client, model)
     parsed = client.chat.completions.parse(**chat | {"max_tokens": 60}, response_format=City)
     assert isinstance(parsed.choices[0].message.parsed, City)
     typed = client.responses.parse(model=model, input=USER, text_format=City, max_output_tokens=60)

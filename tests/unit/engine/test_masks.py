@@ -98,11 +98,12 @@ def test_what_is_barred_is_what_would_end_a_word(words, came, split):
     for token in came[:split]:
         mask.accept(token)
     other = mask.copy()
-    other.accept(0)
     for token in came[split:]:
         mask.accept(token)
-    barred = {one for one in range(4) if any(tuple([*came, one])[-len(word) :] == word for word in words)}
-    assert {one for one in range(4) if not mask.allowed()[one]} == barred
+    other.accept(0)
+    for found, said in ((mask, came), (other, [*came[:split], 0])):
+        barred = {one for one in range(4) if any(tuple([*said, one])[-len(word) :] == word for word in words)}
+        assert {one for one in range(4) if not found.allowed()[one]} == barred
 
 
 def test_words_at_the_beginning_and_behind_a_blank():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from graft.base.errors import UsageError
+from graft.engine.kv.events import EventQueue, Removed
 from graft.serve.wire import AnswerRow, messages
 from graft.serve.worker import BROKEN, Outbox, Worker
 
@@ -27,7 +28,8 @@ def worker(monkeypatch):
 
     monkeypatch.setattr(os, "_exit", end)
     near, far = socket.socketpair()
-    made = Worker(SimpleNamespace(engine=SimpleNamespace(pooling=None)), Outbox(near))
+    manager = SimpleNamespace(events=EventQueue())
+    made = Worker(SimpleNamespace(engine=SimpleNamespace(pooling=None, manager=manager)), Outbox(near))
     made.far = far
     yield made
     near.close()
@@ -102,3 +104,17 @@ def test_parameters_that_cannot_be_are_answered(worker):
     worker.take({"submit": [{"id": 7, "prompt": [5], "params": 0}], "params": [{"temperature": -1}]})
     (row,) = next(messages(worker.far))["rows"]
     assert "temperature" in AnswerRow.parse(row).error
+
+
+def test_events_that_nobody_reads_are_not_kept(worker):
+    """Each has the tokens of its blocks; who subscribes has a queue of his own."""
+    queue = worker.llm.engine.manager.events
+    reader = queue.branch()
+    for number in range(10):
+        queue.put(Removed.of, [SimpleNamespace(hash=str(number))])
+    assert not queue.backlog and queue.next_id == 10
+    assert [event.hashes for event in reader.drain()] == [(str(number),) for number in range(10)]
+    lost, *_ = queue.drain()
+    assert (lost.count, lost.first, lost.last) == (10, 0, 9), "a late reader is told what it missed"
+    queue.put(Removed.of, [SimpleNamespace(hash="11")])
+    assert len(queue.drain()) == 1

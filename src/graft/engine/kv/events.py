@@ -189,6 +189,12 @@ class EventQueue:
             self.branches.append(made)
             return made
 
+    def forgo(self) -> None:
+        """Nobody drains this queue, only its branches: it keeps nothing, as after its limit, until somebody does."""
+        with self.lock:
+            self.lost, self.told = True, 0
+            self.backlog.clear()
+
     def drop(self, branch: EventQueue) -> None:
         with self.lock:
             self.branches = [other for other in self.branches if other is not branch]
