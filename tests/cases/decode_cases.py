@@ -42,9 +42,11 @@ def transformed(
     module: nn.Module, args: tuple[Any, ...], *names: str, dynamic_shapes: Any = None, options: Any = None
 ) -> tuple[GraphModule, Report]:
     """The graph after the named transforms, each match checked, as the engine would run them."""
-    gm = export_graph(module, args, dynamic_shapes=dynamic_shapes)
-    report = run_pipeline(gm, only(*names, options=options), Context(route="decoder", context_length=64))
-    return gm, report
+    return run_transforms(export_graph(module, args, dynamic_shapes=dynamic_shapes), *names, options=options)
+
+
+def run_transforms(gm: GraphModule, *names: str, options: Any = None) -> tuple[GraphModule, Report]:
+    return gm, run_pipeline(gm, only(*names, options=options), Context(route="decoder", context_length=64))
 
 
 def targets(gm: GraphModule) -> list[str]:

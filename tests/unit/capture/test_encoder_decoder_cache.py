@@ -23,6 +23,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 from transformers.cache_utils import QuantizedCache
+from transformers.modeling_outputs import BaseModelOutput
 
 import graft
 from graft.base.errors import CaptureError, UnsupportedCache, UsageError
@@ -79,8 +80,8 @@ def steps(model, cache, given, prompt=3, tokens=5):
     return found, result
 
 
-def compiled_of(model, cache, given, **settings):
-    name = "decoder_input_ids" if given else "input_ids"
+def compiled_of(model, cache, given, name="", **settings):
+    name = name or ("decoder_input_ids" if given else "input_ids")
     inputs = {**given, name: torch.ones((1, 3), dtype=torch.int64), "past_key_values": cache, "use_cache": True}
     free = {key: {1: Dim.AUTO} if key.endswith("_ids") else None for key in inputs}
     return graft.compile(model, kwargs=inputs, dynamic_shapes=free, **settings)
@@ -241,6 +242,30 @@ def test_what_would_be_lost_is_refused():
         graft.compile(Marks(), (torch.ones(2), halves[0]))
 
 
+class Recalls(nn.Module):
+    """Keeps what the encoder said, moved by the token."""
+
+    def forward(self, input_ids, encoder_outputs, past_key_values, use_cache):
+        said = encoder_outputs.last_hidden_state.unflatten(-1, (4, 8)).transpose(1, 2)
+        keys, values = past_key_values.update(said + input_ids.sum(), said, 0)
+        return keys.sum(-1) + values.mean(), past_key_values
+
+
+def test_an_object_of_another_model_and_a_cache_without_tensors_together():
+    model, config = Recalls(), LlamaConfig(**DECODER | {"num_hidden_layers": 1})
+    make = lambda: StaticCache(config=config, max_cache_len=12)  # noqa: E731
+    said = BaseModelOutput(last_hidden_state=torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0)))
+    compiled = compiled_of(model, make(), {"encoder_outputs": said}, name="input_ids")
+    cache, known = make(), make()
+    for token in (5, 7):
+        call = {"input_ids": torch.full((1, 3), token), "encoder_outputs": said, "use_cache": True}
+        found = compiled(**call, past_key_values=cache)[0]
+        torch.testing.assert_close(found, model(**call, past_key_values=known)[0], **CLOSE)
+        assert_same_caches(cache, known)
+        assert not torch.allclose(found, found.roll(1, -1))
+
+
+@pytest.mark.exhaustive  # the test above has both in a smaller model
 def test_an_object_of_the_encoder_and_a_cache_without_tensors_together():
     model = model_of(ENCODERS["t5"])
     given = {"encoder_outputs": model.encoder(**encoded("t5"))}
