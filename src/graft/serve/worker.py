@@ -147,7 +147,7 @@ class Worker:
         self.preemptions = 0
         self.events: EventSubscription | None = None  # while somebody reads them
         if (queue := llm.engine.manager.events) is not None:
-            queue.forgo()  # readers have subscriptions; a backlog of 65,536 blocks is 60 MB of tokens
+            queue.forgo()  # readers have subscriptions; a backlog of 65,536 blocks is tens of MB of tokens
 
     def take(self, message: Message) -> None:
         """In the reading thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from graft.base.errors import LogitsError, UsageError
@@ -91,6 +91,7 @@ def test_the_host_chooses_where_there_is_a_mask():
     assert host_reason(SamplingParams(bad_words=[], allowed_token_ids=None), 0) is None
 
 
+@example([(1, 0, 3)], [1, 2], 1)  # what the copy had when it was made counts
 @given(WORDS, st.lists(st.integers(0, 3), max_size=12), st.integers(0, 12))
 def test_what_is_barred_is_what_would_end_a_word(words, came, split):
     """Also in a copy, which goes its own way."""
