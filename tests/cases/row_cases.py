@@ -38,7 +38,7 @@ ROTATED = RowPattern(
     """def row_rotated_by_hand(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     turned = torch.cat([torch.neg(x[..., 4:8]), x[..., 0:4]], -1)
     return x * y + turned * z""",
-    {"x": "a 4 b 8", "y": "a 1 b 8", "z": "a 1 b 8"},
+    {"x": "a 2 b 8", "y": "a 1 b 8", "z": "a 1 b 8"},
 )
 GATED = RowPattern(
     "row_gated",
