@@ -12,6 +12,7 @@ from graft.engine.params import SamplingParams
 from graft.serve.link import EngineLink, Ticket
 from graft.serve.protocol import answers, values
 from graft.serve.protocol.requests import prompts, served_name
+from graft.serve.protocol.scheduling import priority
 from graft.serve.protocol.truncation import Truncation, cut, truncation
 from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
@@ -32,6 +33,7 @@ class AskedEmbeddings:
     base64: bool
     dimensions: int | None
     truncation: Truncation | None = None
+    priority: int = 0
 
 
 def asked_embeddings(body: Json, names: Sequence[str], model: ServedModel) -> AskedEmbeddings:
@@ -44,7 +46,8 @@ def asked_embeddings(body: Json, names: Sequence[str], model: ServedModel) -> As
     inputs = prompts(body.get("input"), model.vocabulary, "input")
     if len(inputs) > MOST_INPUTS:
         raise HttpRefused(f"input may have {MOST_INPUTS} texts, but has {len(inputs)}", param="input")
-    return AskedEmbeddings(name, inputs, form == "base64", asked_dimensions(body, model), truncation(body, "right"))
+    dimensions = asked_dimensions(body, model)
+    return AskedEmbeddings(name, inputs, form == "base64", dimensions, truncation(body, "right"), priority(body))
 
 
 def asked_dimensions(body: Json, model: ServedModel) -> int | None:
@@ -76,7 +79,8 @@ class Embedding:
     ticket: Ticket | None = None
 
     def enter(self, link: EngineLink) -> Ticket:
-        self.ticket = link.submit(self.prompts, [SamplingParams(max_tokens=1)] * len(self.prompts), follow=False)
+        params = [SamplingParams(max_tokens=1)] * len(self.prompts)
+        self.ticket = link.submit(self.prompts, params, follow=False, priority=self.asked.priority)
         return self.ticket
 
     async def answer(self, ticket: Ticket) -> bytes:

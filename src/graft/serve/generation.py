@@ -67,6 +67,7 @@ class Generation:
     format: AnswerFormat
     silent: bool = False  # nothing of what comes is shown
     textless: bool = False  # tokens alone are
+    priority: int = 0
     singly: bool = False  # each token is a piece of its own, where it has logprobs
     parser: Callable[[], ToolParser] | None = None  # one a choice, where calls are looked for
     thinker: Callable[[], ThinkParser] | None = None  # and where thoughts are
@@ -79,7 +80,7 @@ class Generation:
         return [self.found[index] for index in sorted(self.found)]
 
     def enter(self, link: EngineLink) -> Ticket:
-        self.ticket = link.submit(self.prompts, self.params, follow=self.stream)
+        self.ticket = link.submit(self.prompts, self.params, follow=self.stream, priority=self.priority)
         for prompt in range(len(self.prompts)):  # now, while the engine is at it, and not with its first token
             self.choice(prompt, 0)
         return self.ticket
@@ -161,7 +162,7 @@ async def from_completion(
     await check_masks(asked.params, text, model)
     params = [await structured(one, asked.schema, text) for one in params]
     made = CompletionFormat(asked, envelope, prompts, text, before)
-    return Generation(prompts, params, asked.stream, text, made, asked.silent)
+    return Generation(prompts, params, asked.stream, text, made, asked.silent, priority=asked.priority)
 
 
 async def from_chat(asked: AskedChat, text: ServedText, model: ServedModel, request_id: str) -> Generation:
@@ -175,7 +176,9 @@ def chat_generation(
     asked: AskedChat, ids: list[int], params: SamplingParams, text: ServedText, made: AnswerFormat
 ) -> Generation:
     parser, thinker = parser_for(asked.tools, text), thinker_for(asked, ids, text)
-    return Generation([ids], [params], asked.stream, text, made, parser=parser, thinker=thinker)
+    return Generation(
+        [ids], [params], asked.stream, text, made, priority=asked.priority, parser=parser, thinker=thinker
+    )
 
 
 def thinker_for(asked: AskedChat, prompt: list[int], text: ServedText) -> Callable[[], ThinkParser] | None:
@@ -213,7 +216,7 @@ async def from_tokens(asked: AskedTokens, text: ServedText, model: ServedModel, 
     await check_masks(params, text, model)
     params = await structured(params, asked.schema, text)
     made = TokenFormat(asked, asked.request_id or request_id, int(time.time()), ids, text)
-    return Generation([ids], [params], asked.stream, text, made, textless=True)
+    return Generation([ids], [params], asked.stream, text, made, textless=True, priority=asked.priority)
 
 
 async def from_message(asked: AskedChat, text: ServedText, model: ServedModel, request_id: str) -> Generation:

@@ -19,6 +19,7 @@ from graft.engine.params import SamplingParams
 from graft.serve.cache_events import CacheFeed
 from graft.serve.metrics import Metrics
 from graft.serve.options import ServeOptions
+from graft.serve.protocol.scheduling import check_priority
 from graft.serve.wire import LENGTH, AnswerRow, EngineLoad, Message, ServedModel, frame, submission
 
 WORKER = "graft.serve.worker"
@@ -159,8 +160,11 @@ class EngineLink:
             self.stepped = time.monotonic()
         self.load = load
 
-    def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, follow: bool) -> Ticket:
+    def submit(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, follow: bool, priority: int = 0
+    ) -> Ticket:
         """All before the same step. Refuses where too many wait."""
+        check_priority(priority, self.options.scheduling_policy)
         if not self.connected or self.model is None:
             raise EngineGone(f"{self.why_gone}; try again later")
         samples = params[0].n
@@ -170,7 +174,7 @@ class EngineLink:
         numbers = {next(self.numbers): index for index in range(len(prompts))}
         ticket = Ticket(numbers, samples, follow, sum(map(len, prompts)))
         self.tickets |= dict.fromkeys(ticket.numbers, ticket)
-        self.send(submission(ticket.numbers, prompts, params))
+        self.send(submission(ticket.numbers, prompts, params, priority))
         if self.options.max_queue_time:
             later = asyncio.get_running_loop().call_later
             ticket.timer = later(self.options.max_queue_time, self.expire, ticket)

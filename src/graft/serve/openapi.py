@@ -13,6 +13,7 @@ from graft.engine.params import MOST_LOGPROBS
 from graft.serve.protocol.errors import of_messages
 from graft.serve.protocol.responses import INCLUDED
 from graft.serve.protocol.sampling import MOST_SAMPLES
+from graft.serve.protocol.scheduling import MOST as MOST_PRIORITY
 from graft.serve.protocol.token_requests import PATH as TOKENS
 from graft.serve.protocol.tools import MOST_TOOLS
 
@@ -66,6 +67,7 @@ SAMPLING: dict[str, Schema] = {
     "bad_words": {"type": ["array", "null"], "items": TEXT},
     "truncate_prompt_tokens": whole(-1),
     "truncation_side": {"enum": ["left", "right", None]},
+    "priority": whole(-MOST_PRIORITY, MOST_PRIORITY),
     "response_format": {"type": ["object", "null"]},
     "structured_outputs": {"type": ["object", "null"]},
     "stream_options": {"type": ["object", "null"]},
@@ -150,6 +152,7 @@ SCHEMAS: dict[str, Schema] = {
         dimensions=whole(1),
         truncate_prompt_tokens=whole(-1),
         truncation_side=SAMPLING["truncation_side"],
+        priority=SAMPLING["priority"],
     ),
     "Chat": entity(
         {

@@ -11,6 +11,7 @@ from typing import Any
 
 from graft.base.errors import UsageError
 from graft.serve.kv_events_config import KvEventsConfig, parse_config
+from graft.serve.protocol.scheduling import POLICIES
 from graft.serve.tools.formats import AUTO, check_format
 from graft.serve.tools.reasoning import check_reasoning
 
@@ -46,6 +47,7 @@ class ServeOptions:
     served_model_name: what clients call the model; the first is used in answers.
     max_queued_requests: answers that may wait beside those that run (max_num_seqs); one more is a 429.
     max_queue_time: how long a request may wait before it is begun; longer is a 429. 0: for ever.
+    scheduling_policy: fcfs, or priority, with which clients say whose requests go first.
     max_body_size: bytes of a request.
     drain_timeout: how long open requests may go on after SIGTERM.
     slow_client_timeout: how long a client may take none of what is sent to it.
@@ -67,6 +69,7 @@ class ServeOptions:
     api_key_file: str | None = None
     max_queued_requests: int = 1024
     max_queue_time: float = 0.0
+    scheduling_policy: str = "fcfs"
     max_body_size: int = 4 * MIB
     drain_timeout: float = 30.0
     slow_client_timeout: float = 60.0
@@ -89,6 +92,9 @@ class ServeOptions:
         for name in ("slow_client_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, but is {getattr(self, name)}")
+        if self.scheduling_policy not in POLICIES:
+            known = " or ".join(POLICIES)
+            raise UsageError(f"--scheduling-policy must be {known}, but is {self.scheduling_policy!r}")
         if self.port > 65_535:
             raise UsageError(f"--port must be at most 65535, but is {self.port}")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

@@ -1,8 +1,8 @@
 """What the HTTP process and the engine process say to each other: JSON in frames, each behind its length.
 
 to the engine     {"load": {…}}                          once, first
-                  {"submit": [{id, prompt, params}, …]}  all before the same step; params: index into
-                      "params": [{…}, …]                 those that differ
+                  {"submit": [{id, prompt, params, priority}, …]}  all before the same step; params: index into
+                      "params": [{…}, …]                           those that differ
                       {"abort": [id, …]}, {"expire": [id, …]}
                   {"follow_events": 1}                   somebody reads them: send under this number; null: none
 from the engine   {"progress": "words"}                  while it loads
@@ -32,11 +32,16 @@ def frame(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def submission(numbers: Iterable[int], prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Message:
+def submission(
+    numbers: Iterable[int], prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0
+) -> Message:
     """Parameters that are equal are sent once: a thousand prompts may share a thousand biases."""
     known: dict[SamplingParams, int] = {}
     each = zip(numbers, prompts, params, strict=True)
-    made = [{"id": n, "prompt": list(ids), "params": known.setdefault(p, len(known))} for n, ids, p in each]
+    made = [
+        {"id": n, "prompt": list(ids), "params": known.setdefault(p, len(known)), "priority": priority}
+        for n, ids, p in each
+    ]
     return {"submit": made, "params": [vars(one) for one in known]}
 
 

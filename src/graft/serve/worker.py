@@ -168,9 +168,9 @@ class Worker:
     def enter(self, asked: Message, params: SamplingParams) -> None:
         try:
             if self.llm.engine.pooling is not None:
-                request = self.llm.embedding_request(asked["prompt"])
+                request = self.llm.embedding_request(asked["prompt"], asked.get("priority", 0))
             else:
-                request = self.llm.request(asked["prompt"], params, 0)
+                request = self.llm.request(asked["prompt"], params, asked.get("priority", 0))
         except GraftError as error:
             self.refuse(asked["id"], str(error))
             return

@@ -27,7 +27,7 @@ class ClosedWriter:
 
 @pytest.fixture
 def link():
-    options = SimpleNamespace(max_queued_requests=4, max_queue_time=0)
+    options = SimpleNamespace(max_queued_requests=4, max_queue_time=0, scheduling_policy="fcfs")
     metrics = SimpleNamespace(
         prompt_length=SimpleNamespace(observe=lambda _: None), prompt_tokens=0, finish=lambda _: None
     )

@@ -167,7 +167,7 @@ FIELDS = """model prompt messages max_tokens max_completion_tokens temperature t
     repetition_penalty stop_token_ids min_tokens ignore_eos tools tool_choice response_format chat_template_kwargs
     prompt_logprobs tokens add_special_tokens user input instructions max_output_tokens text
     system stop_sequences thinking output_config continue_final_message add_generation_prompt allowed_token_ids
-    bad_words truncate_prompt_tokens truncation_side
+    bad_words truncate_prompt_tokens truncation_side priority cache_salt
     token_ids sampling_params include request_id features""".split()  # noqa: SIM905
 
 

@@ -65,6 +65,9 @@ OptionsFile = Annotated[
         " (GRAFT_SERVE_PORT), file: the first that has it.", metavar="FILE",
     ),
 ]  # fmt: skip
+Policy = Annotated[
+    str, typer.Option(help="fcfs, or priority: requests say whose go first, and may give way to others.")
+]
 ToolParserName = Annotated[
     str, typer.Option(help="How the model writes tool calls: auto, hermes, smollm, llama3_json or mistral.")
 ]
@@ -105,6 +108,7 @@ def serve(
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_queued_requests: MaxQueued = 1024,
     max_queue_time: MaxWait = 0.0,
+    scheduling_policy: Policy = "fcfs",
     max_body_size: MaxBody = 4_194_304,
     drain_timeout: Drain = 30.0,
     slow_client_timeout: SlowReader = 60.0,

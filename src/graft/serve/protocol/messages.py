@@ -12,6 +12,7 @@ from graft.base.errors import HttpRefused
 from graft.serve.protocol.message_blocks import system_text, turns_of
 from graft.serve.protocol.requests import AskedChat, as_list, served_name, template_options
 from graft.serve.protocol.sampling import sampling, token_bound
+from graft.serve.protocol.scheduling import priority
 from graft.serve.protocol.structure import AskedSchema, checked, the_one
 from graft.serve.protocol.tools import AskedTools, asked_tools
 from graft.serve.protocol.truncation import truncation
@@ -51,6 +52,7 @@ def message_request(body: Json, names: Sequence[str], *, counting: bool = False)
         stream=boolean(body, "stream") and not counting,
         schema=schema,
         truncation=truncation(body),
+        priority=priority(body),
         messages=turns,
         template_options={**thinking(body), **template_options(body)},
         tools=tools,

@@ -10,6 +10,7 @@ from typing import Any
 from graft.base.errors import HttpRefused
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
 from graft.serve.protocol.sampling import UNBOUNDED, chat_logprobs, sampling, token_bound
+from graft.serve.protocol.scheduling import priority
 from graft.serve.protocol.structure import AskedSchema, asked_format
 from graft.serve.protocol.tools import AskedTools, asked_tools
 from graft.serve.protocol.truncation import Truncation, truncation
@@ -37,6 +38,7 @@ class Asked:
     prompt_logprobs: bool = False  # vLLM's: in a field of their own
     schema: AskedSchema | None = None  # what the answer must be
     truncation: Truncation | None = None  # of a prompt that is too long
+    priority: int = 0  # lower goes first
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedComple
         **streaming(body),
         schema=schema,
         truncation=truncation(body),
+        priority=priority(body),
         prompts=given,
         echo=echo,
         silent=silent,
@@ -137,6 +140,7 @@ def chat(body: Json, names: Sequence[str]) -> AskedChat:
         **streaming(body),
         schema=schema,
         truncation=truncation(body),
+        priority=priority(body),
         messages=said,
         template_options=template_options(body),
         tools=tools,

@@ -20,6 +20,7 @@ from graft.serve.protocol.requests import (
     tool_call,
 )
 from graft.serve.protocol.sampling import sampling, token_bound
+from graft.serve.protocol.scheduling import priority
 from graft.serve.protocol.structure import text_format
 from graft.serve.protocol.tools import asked_tools
 from graft.serve.protocol.truncation import truncation
@@ -65,6 +66,7 @@ def response(body: Json, names: Sequence[str]) -> AskedChat:
         stream=boolean(body, "stream"),
         schema=schema,
         truncation=truncation(body),
+        priority=priority(body),
         messages=[*first, *conversation(body.get("input"))],
         template_options=template_options(body),
         tools=tools,

@@ -10,6 +10,7 @@ from graft.base.errors import HttpRefused
 from graft.engine.params import MOST_LOGPROBS
 from graft.serve.protocol.requests import Asked, served_name, streaming
 from graft.serve.protocol.sampling import sampling, token_bound
+from graft.serve.protocol.scheduling import priority
 from graft.serve.protocol.structure import asked_format
 from graft.serve.protocol.truncation import truncation
 from graft.serve.protocol.values import Json, mapping, text, token_ids, whole
@@ -23,8 +24,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v == "tokens",
         "only tokens come out; /v1/completions with return_token_ids has texts",
     ),
-    "priority": (lambda v: v == 0, "requests are served in their order"),
-    "cache_salt": (lambda v: v == "", "the cache is one for all"),
     "kv_transfer_params": (lambda v: v == {}, "no keys and values are sent or fetched"),
     "ec_transfer_params": (lambda v: v == {}, "no keys and values are sent or fetched"),
 }
@@ -51,6 +50,6 @@ def token_request(body: Json, names: Sequence[str], vocabulary: int) -> AskedTok
         raise HttpRefused("token_ids: the prompt has no tokens; give at least one", param="token_ids")
     given = body.get("request_id")
     return AskedTokens(
-        name, params, **common, schema=asked_format(own), truncation=truncation(own), prompt=prompt,
-        request_id=None if given is None else text(given, "request_id"),
+        name, params, **common, schema=asked_format(own), truncation=truncation(own), priority=priority(body),
+        prompt=prompt, request_id=None if given is None else text(given, "request_id"),
     )  # fmt: skip
