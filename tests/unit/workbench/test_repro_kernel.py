@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +16,8 @@ from graft.cli.app import app
 from graft.stages.story import KernelRecord
 from graft.workbench.repro.kernel import argument, find_kernel, kernel_source, time_file
 from graft.workbench.stages.saved import save_story
+from marks import left_out
+from processes import run_python
 from stage_stories import step, story
 
 TRITON = """
@@ -32,7 +36,13 @@ def silu() -> KernelRecord:
     return next(one for one in step().kernels.kernels if "silu" in one.name)
 
 
-def test_the_file_runs_the_kernel_and_times_it(tmp_path):
+@pytest.mark.parametrize("forked", [True, left_out(False)])  # a name that the file does not import is missing in both
+def test_the_file_runs_the_kernel_and_times_it(tmp_path, monkeypatch, forked):
+    if forked:  # from a process that has torch, where its import takes most of the time
+        processes = SimpleNamespace(
+            run=lambda command, **_: run_python(*command[1:]), TimeoutExpired=subprocess.TimeoutExpired
+        )
+        monkeypatch.setattr("graft.workbench.repro.kernel.subprocess", processes)
     save_story(step(), tmp_path / "story")
     file = tmp_path / "one.py"
     words = ["repro", str(tmp_path / "story"), "--kernel", silu().name, "-o", str(file), "--json"]
