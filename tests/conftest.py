@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache, partial, wraps
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -138,7 +139,19 @@ def measure_nothing() -> None:
     trace = logging.getLogger("torch.__trace")
     trace.propagate = True
     trace.handlers.clear()  # torch's own would take itself out at the first record, which its parent would print
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+    timed = torch._dynamo.guards.profile_guard_manager
+    torch._dynamo.guards.profile_guard_manager = wraps(timed)(lambda *_: 0.0)  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def timed_guards() -> Iterator[None]:
+    """Dynamo times guards, as it does outside of tests."""
+    import torch._dynamo.guards
+
+    with pytest.MonkeyPatch.context() as patch:
+        timed = unwrap(torch._dynamo.guards.profile_guard_manager)
+        patch.setattr(torch._dynamo.guards, "profile_guard_manager", timed)
+        yield
 
 
 def sweep_tiles() -> None:

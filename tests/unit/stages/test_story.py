@@ -59,7 +59,7 @@ WATCHED = (
 
 
 @pytest.fixture(scope="module")
-def step() -> Story:
+def step(timed_guards: None) -> Story:
     return tell_story(programs.step, programs.step_inputs(), mode="reduce-overhead")
 
 
