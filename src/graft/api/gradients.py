@@ -77,8 +77,10 @@ def gradient_notes(grad: str, names: Sequence[str], lines: Sequence[str] = ()) -
     marks itself at these lines."""
     if grad == "honour":
         again = "gradients: backward runs the module itself once more, with autograd"
+        if not lines:
+            return (again,)
         apart = f"gradients: those that forward asks for with requires_grad ({listed(lines)}) are that run's own"
-        return (again, f"{apart}; results carry some where an input or a parameter requires them")[: 1 + bool(lines)]
+        return again, f"{apart}; results carry some where an input or a parameter requires them"
     asked = "as asked" if grad == "drop" else "grad='honour' gives them"
     verb = "requires" if len(names) == 1 else "require"
     whose = [f"{listed(names)} {verb} them"] * bool(names)

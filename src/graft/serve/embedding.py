@@ -12,7 +12,7 @@ from graft.engine.params import SamplingParams
 from graft.serve.link import EngineLink, Ticket
 from graft.serve.protocol import answers, values
 from graft.serve.protocol.requests import prompts, served_name
-from graft.serve.protocol.scheduling import priority
+from graft.serve.protocol.scheduling import CACHE_SALT, priority
 from graft.serve.protocol.truncation import Truncation, cut, truncation
 from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
@@ -40,6 +40,7 @@ def asked_embeddings(body: Json, names: Sequence[str], model: ServedModel) -> As
     name = served_name(body, names)
     if (refused := values.one_of(body, UNSUPPORTED)) is not None:
         raise HttpRefused(f"{refused} is not supported here", param=refused, code="unsupported_parameter")
+    values.refuse_fields(body, CACHE_SALT)
     form = body.get("encoding_format") or "float"
     if form not in FORMATS:
         raise values.wrong("encoding_format", "float or base64", form)

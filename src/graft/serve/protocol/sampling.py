@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from graft.base.errors import HttpRefused, UsageError
 from graft.engine.masks import mask_problem
 from graft.engine.params import MOST_LOGPROBS, SamplingParams, check_biased
-from graft.serve.protocol.values import Json, boolean, mapping, text, whole, wrong
+from graft.serve.protocol.scheduling import CACHE_SALT
+from graft.serve.protocol.values import Json, Refused, boolean, mapping, refuse_fields, text, whole, wrong
 from graft.serve.wire import ServedModel
 
 # taken as they are; SamplingParams checks them. The rest of OpenAI's and vLLM's fields are ignored, as both do.
@@ -25,8 +24,8 @@ MOST_SAMPLES = 128  # OpenAI's bound of n
 MOST_SCORES = 65_536
 UNBOUNDED = 2**31  # stands for max_tokens until the length of the prompt is known
 
-# field: (values that ask for nothing, what is refused)
-REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+REFUSED: Refused = {
+    **CACHE_SALT,
     "functions": (lambda v: v == [], "the older form of tools is not supported; give tools"),
     "function_call": (lambda v: v in ("none", "auto"), "the older form of tool_choice is not supported"),
     "use_beam_search": (lambda v: v is False, "there is no beam search"),
@@ -39,10 +38,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def refuse_unsupported(body: Json) -> None:
-    """Nothing that a client relies on is silently left out."""
-    for name, (harmless, why) in REFUSED.items():
-        if body.get(name) is not None and not harmless(body[name]):
-            raise HttpRefused(f"{name}: {why}", param=name, code="unsupported_parameter")
+    refuse_fields(body, REFUSED)
     best = body.get("best_of")
     if best is not None and best != (1 if body.get("n") is None else body["n"]):
         raise HttpRefused("best_of: must be left out or equal to n", param="best_of", code="unsupported_parameter")

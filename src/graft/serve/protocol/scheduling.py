@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from graft.base.errors import HttpRefused
-from graft.serve.protocol.values import Json, whole
+from graft.serve.protocol.values import Json, Refused, whole
 
 POLICIES = ("fcfs", "priority")
 MOST = 2**31 - 1
+CACHE_SALT: Refused = {
+    "cache_salt": (
+        lambda v: v == "",
+        "the prefix cache is one for all; start the server with --no-enable-prefix-caching where one client must not"
+        " learn what others have asked",
+    )
+}
 
 
 def priority(body: Json) -> int:
     """Lower goes first; 0 where nothing is said."""
-    salt = body.get("cache_salt")
-    if salt is not None and salt != "":
-        raise HttpRefused(
-            "cache_salt: the prefix cache is one for all; start the server with --no-enable-prefix-caching where one"
-            " client must not learn what others have asked",
-            param="cache_salt",
-            code="unsupported_parameter",
-        )
     return whole(body, "priority", -MOST, MOST) or 0
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from graft.base.errors import HttpRefused
 from graft.engine.params import MOST_LOGPROBS
 from graft.serve.protocol.requests import Asked, served_name, streaming
 from graft.serve.protocol.sampling import sampling, token_bound
-from graft.serve.protocol.scheduling import priority
+from graft.serve.protocol.scheduling import CACHE_SALT, priority
 from graft.serve.protocol.structure import asked_format
 from graft.serve.protocol.truncation import truncation
-from graft.serve.protocol.values import Json, mapping, text, token_ids, whole
+from graft.serve.protocol.values import Json, Refused, mapping, refuse_fields, text, token_ids, whole
 
 PATH = "/inference/v1/generate"
-# field: (values that ask for nothing, what is refused)
-REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+REFUSED: Refused = {
+    **CACHE_SALT,
     "features": (lambda _: False, "the model takes tokens alone"),
     "content_parts": (lambda v: v == [], "the model takes tokens alone"),
     "output_mode": (
@@ -38,9 +37,7 @@ class AskedTokens(Asked):
 def token_request(body: Json, names: Sequence[str], vocabulary: int) -> AskedTokens:
     """sampling_params are an object of their own, by the names of SamplingParams."""
     name = served_name(body, names)
-    for field, (harmless, why) in REFUSED.items():
-        if body.get(field) is not None and not harmless(body[field]):
-            raise HttpRefused(f"{field}: {why}", param=field, code="unsupported_parameter")
+    refuse_fields(body, REFUSED)
     own = mapping(body, "sampling_params")
     logprobs = whole(own, "logprobs", 0, MOST_LOGPROBS)
     params = sampling(own, token_bound(own, "max_tokens"), logprobs)

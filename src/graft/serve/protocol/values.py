@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from graft.base.errors import HttpRefused
 
 Json = Mapping[str, Any]
+Refused = Mapping[str, tuple[Callable[[Any], bool], str]]  # field: (values that ask for nothing, what is refused)
 KINDS: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null",
 }  # fmt: skip
@@ -84,6 +85,13 @@ def token_ids(value: object, param: str, vocabulary: int) -> list[int]:
         strange = next(one for one in value if not 0 <= one < vocabulary)
         raise HttpRefused(f"{param}: token id {strange} is outside the vocabulary of {vocabulary}", param=param)
     return value
+
+
+def refuse_fields(body: Json, table: Refused) -> None:
+    """Nothing that a client relies on is silently left out."""
+    for name, (harmless, why) in table.items():
+        if body.get(name) is not None and not harmless(body[name]):
+            raise HttpRefused(f"{name}: {why}", param=name, code="unsupported_parameter")
 
 
 def one_of(body: Json, names: Sequence[str]) -> str | None:
