@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ import stage_programs as programs
 from graft.base.errors import GraftError, RunMismatch, UsageError
 from graft.stages.bucket_story import BucketStory
 from graft.stages.buckets import tell_buckets
-from graft.stages.story import Story
+from graft.stages.story import KernelRecord, KernelStage, Story
 from graft.stages.tell import tell_story
-from graft.workbench.stages.apart import tell_apart
+from graft.workbench.stages.apart import CHECK, FileKeeper, tell_apart, what_is_left
 from processes import run_python
 
 
@@ -68,6 +69,21 @@ def test_generated_code_that_ends_its_process_is_told_with_the_kernels_that_chec
     assert story.end and story.end.error == f"the process was ended by {signal_name}"
 
 
+def test_indices_that_other_graphs_check_are_not_told(tmp_path: Path):
+    """The number of one graph is in that of another, and one that is made ready does not run yet."""
+    checks = KernelRecord("0/0", "cpp_fused_index_mul_0", "cpp", source=f'TORCH_CHECK(i < 8, "{CHECK}")')
+    keeper = FileKeeper(tmp_path)
+    keeper.story(Story("f", "inductor", "2.13.0", "cpu", kernels=KernelStage(kernels=(checks,))))
+    for doing, told in (
+        ("running call 1, in the code of graph 0/0", True),
+        ("running call 1, in the code of graph 10/0", False),
+        ("making graph 0/0 ready to run", False),
+    ):
+        keeper.at(6, doing)
+        left = what_is_left(tmp_path, "f", -signal.SIGABRT, Story).end
+        assert left and left.doing == doing and ("cpp_fused_index_mul_0" in left.error) is told
+
+
 def test_a_pass_that_ends_its_process_is_told_as_that():
     def ending(_graph):
         os._exit(7)
@@ -107,6 +123,29 @@ def test_errors_are_those_of_the_other_process(capfd):
         tell_apart(raising(KeyboardInterrupt()), "t")
     with pytest.raises(UsageError, match=r"^t cannot be used: the process left with code 9 before anything was"):
         tell_apart(lambda _: os._exit(9), "t")
+
+
+def test_an_interrupted_command_interrupts_the_program_and_waits_for_its_end(tmp_path: Path):
+    """Only this process is sent the signal, as from `kill -INT`; the terminal sends it to both."""
+    ended = tmp_path / "ended"
+
+    def make(_keeper):
+        try:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(20)
+        except KeyboardInterrupt:
+            time.sleep(0.2)
+            ended.write_text(str(os.getpid()))
+            raise
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tell_apart(make, "f")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ended.read_text()), 0)
 
 
 def test_a_process_that_has_compiled_before_can_tell_a_story():

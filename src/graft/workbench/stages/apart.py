@@ -153,7 +153,8 @@ def what_is_left(folder: Path, target: str, code: int, kind: type[T]) -> T:
     story: Any = read(folder, kind)
     stage, doing = json.loads((folder / STEP).read_text())
     kernels = story.kernels.kernels if isinstance(story, Story) else ()
-    checked = [one.name for one in kernels if CHECK in one.source and one.graph in doing]
-    if stage == 6 and checked and code < 0:
+    running = doing.rpartition("in the code of graph ")[2]
+    checked = [one.name for one in kernels if CHECK in one.source and one.graph == running]
+    if checked and code < 0:
         how += f"; indices are checked in {' and '.join(checked)}, where a failed check in a parallel loop ends it so"
     return replace(story, end=StoryEnd(stage, doing, how))
