@@ -84,6 +84,33 @@ JOINT_FAULTS = [
         'TRITON_FOLD = {"sum": "tl.sum", "mean": "tl.sum", "amax": "row_min", "amin": "row_min"}',
         "unit/workbench/test_row_kernels.py::test_triton_kernels_compute_their_pattern",
     ),
+    # ── a story in a process of its own ─────────────────────────────────────────────────────────────────────────
+    fault(  # a story that is kept on the way is no whole one
+        "workbench/stages/apart.py",
+        "if (folder / DONE).is_file():",
+        "if (folder / FILE).is_file():",
+        "unit/workbench/test_stage_apart.py::test_a_program_that_ends_its_process_ends_its_story",
+    ),
+    fault(
+        "workbench/stages/apart.py",
+        "and one.graph == running]",
+        "and one.graph in running]",
+        "unit/workbench/test_stage_apart.py::test_indices_that_other_graphs_check_are_not_told",
+    ),
+    fault(  # it has inherited that the signal is held back
+        "workbench/stages/apart.py",
+        "        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)\n        end_with_parent()\n",
+        "        end_with_parent()\n",
+        "unit/workbench/test_stage_apart.py::"
+        "test_an_interrupted_command_interrupts_the_program_and_waits_for_its_end",
+    ),
+    fault(
+        "workbench/stages/apart.py",
+        "        end(child)\n",
+        "        pass\n",
+        "unit/workbench/test_stage_apart.py::"
+        "test_an_interrupted_command_interrupts_the_program_and_waits_for_its_end",
+    ),
     # ── the graphs of branches, and Dynamo ──────────────────────────────────────────────────────────────────────
     fault(
         "ir/trace.py",
