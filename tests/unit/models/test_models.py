@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from conftest import FAMILIES
 from graft.base.errors import CheckpointError, ConfigError, DiskFull, UnknownModel, UsageError
@@ -344,3 +345,10 @@ def test_the_cache_directory_can_be_chosen(monkeypatch, tmp_path):
     monkeypatch.delenv("GRAFT_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "graft"
+
+
+@pytest.mark.parametrize("name", sorted(name for name, entry in entries().items() if entry.kind == "random"))
+def test_the_configuration_of_every_model_is_one_that_transformers_takes(name):
+    entry = entries()[name]
+    config = AutoConfig.for_model(entry.family.model_type, **entry.settings)
+    assert config.vocab_size == entry.settings["vocab_size"]

@@ -58,8 +58,10 @@ SHAPES = st.builds(
     weight=st.sampled_from(["plain", "plain", "int8", "fp8"]),
     bias=st.booleans(),
     norm=st.sampled_from(["", "plain", "cast_last"]),
-    activation=st.sampled_from(["none", "silu", "gelu_tanh"]),
+    activation=st.sampled_from(["none", "silu", "gelu_tanh", "relu_squared"]),
     residual=st.booleans(),
+    glu=st.booleans(),
+    alpha=st.sampled_from([1.0, 0.22]),
 )
 
 

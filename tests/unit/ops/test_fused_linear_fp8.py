@@ -30,6 +30,7 @@ OPTIONS = [
     {"norm": "plain", "bias": True},
     {"norm": "cast_last", "activation": "gelu_tanh"},
     {"bias": True, "residual": True},
+    {"activation": "relu_squared", "residual": True, "glu": False, "alpha": 0.5},
 ]
 
 
@@ -44,13 +45,14 @@ def distance(got, expected):
 def agrees(run, args, dtype):
     """In float32 to the order of sums. In 16 bits a value that is rounded another way before the float8 numbers are
     chosen moves some of them: the error of the whole may be what the reference's own rounding makes it."""
-    got = kernels.with_rows(run, *args, FROM)
+    rounding = (*args[:12], FROM, *args[13:])
+    got = kernels.with_rows(run, *rounding)
     exact = fused_linear(*args)
     if got.shape != exact.shape:
         return False
-    own = distance(fused_linear(*args, FROM), exact)
+    own = distance(fused_linear(*rounding), exact)
     if dtype is torch.float32:
-        return distance(got, fused_linear(*args, FROM)) < (1e-3 if DEVICE == "cuda" else 1e-5)  # fast sums on a GPU
+        return distance(got, fused_linear(*rounding)) < (1e-3 if DEVICE == "cuda" else 1e-5)  # fast sums on a GPU
     return 0.5 * own < distance(got, exact) < 1.35 * own + 0.005
 
 
@@ -74,9 +76,18 @@ def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypat
         lambda call: call._replace(eps=0.5),
         lambda call: call._replace(residual=None),
         lambda call: call._replace(fp8_from=0),  # weights alone
+        lambda call: call._replace(alpha=0.5),
         lambda call: call._replace(x=call.x.roll(1, 1)),
     ],
-    ids=["scale of another row", "no norm", "another eps", "no residual", "not rounded", "columns moved"],
+    ids=[
+        "scale of another row",
+        "no norm",
+        "another eps",
+        "no residual",
+        "not rounded",
+        "another multiple",
+        "columns moved",
+    ],
 )
 def test_what_is_wrong_is_caught(wrong):
     args = arguments(LinearCase(9, 32, 576, weight="fp8", norm="plain", residual=True), torch.float32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from graft.base.errors import UsageError
 from graft.base.files import Progress
 from graft.base.kernel_cache import record as record_kernels
@@ -27,9 +29,12 @@ from graft.engine.setup.stages import (
     transform,
     weight_formats,
 )
+from graft.ir.nodes import calls, is_op
 from graft.models.loaded import LoadedModel
 from graft.models.pooling import Pooling, pooling_of
 from graft.passes.config import PipelineConfig, pooling_sets, shard_sets, with_sets
+
+ROUTERS = (torch.ops.graft.moe_route.default, torch.ops.graft.moe_experts.default)
 
 
 def assemble(
@@ -69,7 +74,10 @@ def assemble(
     quantized = bool(weight_formats(settings))
     wanted = sizes.self_check and (place is None or place.rank == 0)
     layout = CacheLayout(made.layers, made.layer_names, made.block_size, made.content, made.states, made.state_names)
-    checked = self_check(engine, loaded, layout.tensors(), layout.state_names, quantized=quantized, wanted=wanted)
+    routed = any(is_op(node, *ROUTERS) for node in calls(made.graph_module.graph))
+    checked = self_check(
+        engine, loaded, layout.tensors(), layout.state_names, quantized=quantized, routed=routed, wanted=wanted
+    )
     if cache is not None and sizes.self_check and place is None and pooling is None:
         checked += f"; {cache_error_text(engine, loaded, lowered.backend)}"
     if keep_weights and loaded.floats is not None:

@@ -42,7 +42,7 @@ def layers_of(node: Node) -> list[tuple[Node, Any, bool, bool]]:
     given = options_of(node)
     depth, norm = tensor_of(given["x"]).shape[-1], given["norm"] is not None or given["normed"]
     if is_op(node, ops.fused_linear.default):
-        return [(given["weight"], depth, given["activation"] != "none", norm)]
+        return [(given["weight"], depth, given["activation"] != "none" and given["glu"], norm)]
     between = tensor_of(given["gate_up_scale"]).shape[0] // 2
     return [(given["gate_up"], depth, True, norm), (given["down"], between, False, False)]
 

@@ -73,34 +73,35 @@ def add_matmuls(sums, h, tiles):
 
 @triton.jit
 def finish(
-    y, up, bias, residual, out, row, token, n, tokens, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    y, up, bias, residual, alpha, out, row, token, n, tokens, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Bias, activation and residual of one tile in float32, rounded once. y, up: [BM, SIZE]."""
     inside = row < n
     if BIAS:
         y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION != "none":
+    if GATED:
         if BIAS:
             up += tl.load(bias + n + row, mask=inside, other=0.0).to(tl.float32)[None, :]
         y = activate(y, ACTIVATION) * up
+    elif ACTIVATION != "none":
+        y = activate(y, ACTIVATION)
     mask = (token < tokens)[:, None] & inside[None, :]
     at = token.to(tl.int64)[:, None] * n + row[None, :]
     if RESIDUAL:
-        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        y = y * alpha + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def balanced_gemm_kernel(
-    x, weight, bias, residual, out, parts, arrived, n, k, tokens, stride_x,
+    x, weight, bias, residual, out, parts, arrived, n, k, tokens, stride_x, alpha,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN: rows a program, the sum of at most five powers of two from 16 to 256."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    GATED: tl.constexpr = ACTIVATION != "none"
     block, split = tl.program_id(0), tl.program_id(1)
     token = tl.program_id(2) * BM + tl.arange(0, BM)
     lane = tl.arange(0, BK)
@@ -131,7 +132,7 @@ def balanced_gemm_kernel(
             if BN & (256 >> digit):
                 row = tile_row(block * BN, BN, 256 >> digit)
                 y, up = ys[tile_at(BN, digit)], ups[tile_at(BN, digit)]
-                finish(y, up, bias, residual, out, row, token, n, tokens, ACTIVATION, BIAS, RESIDUAL)
+                finish(y, up, bias, residual, alpha, out, row, token, n, tokens, ACTIVATION, GATED, BIAS, RESIDUAL)
 
 
 @triton.constexpr_function

@@ -25,11 +25,13 @@ class LinearCase:
     activation: str = "none"
     residual: bool = False
     normed: bool = False
+    glu: bool = True
+    alpha: float = 1.0
 
 
 def make(shape: LinearCase, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
     n, k = shape.n, shape.k
-    width = n if shape.activation == "none" else n // 2
+    width = n // 2 if shape.activation != "none" and shape.glu else n
     x = randn((1, shape.rows, k), device, dtype, generator)
     weight, scale = make_weight(shape, device, dtype, generator)
     bias = randn((n,), device, dtype, generator) if shape.bias else None
@@ -38,7 +40,7 @@ def make(shape: LinearCase, device: str, dtype: torch.dtype, generator: torch.Ge
     last = shape.norm == "cast_last"
     return (
         x, weight, bias, scale, norm, 1e-5 if norm is not None or shape.normed else 0.0, 1.0 if last else 0.0, last,
-        shape.activation, False, residual, shape.normed,
+        shape.activation, False, residual, shape.normed, 0, shape.glu, shape.alpha,
     )  # fmt: skip
 
 
@@ -75,6 +77,35 @@ CASES = [
     case("o, residual, 64 tokens", 64, 48, 512, residual=True),
     case("bias and residual, 9 tokens", 9, 40, 576, bias=True, residual=True),
     case("plain, 33 tokens", 33, 80, 576),
+    case("starcoder2 up, bias, no gate", 1, 96, 3072, bias=True, activation="gelu_tanh", glu=False),
+    case("minitron up, 3 tokens, no gate", 3, 80, 768, activation="relu_squared", glu=False),
+    case("opt up, 18 tokens, no gate", 18, 72, 768, bias=True, activation="relu", glu=False),
+    case("bert up, norm, 2 tokens, no gate", 2, 72, 768, norm="plain", activation="gelu", glu=False),
+    case("granite down, scaled residual", 1, 64, 2048, residual=True, alpha=0.22),
+    case("granite o, scaled residual, 20 tokens", 20, 48, 512, bias=True, residual=True, alpha=0.22),
+    case("int8 up, no gate, 2 tokens", 2, 64, 576, weight="int8", bias=True, activation="gelu_tanh", glu=False),
+    case(
+        "fp8 up, no gate, scaled residual",
+        18,
+        64,
+        576,
+        weight="fp8",
+        activation="relu_squared",
+        residual=True,
+        glu=False,
+        alpha=0.5,
+    ),
+    case(
+        "int4 up, no gate, 3 tokens",
+        3,
+        64,
+        1024,
+        weight="int4",
+        activation="silu",
+        residual=True,
+        glu=False,
+        alpha=-2.0,
+    ),
     case("int8 qkv, norm", 1, 64, 2048, weight="int8", norm="plain"),
     case("int8 gate-up, normed", 1, 64, 576, weight="int8", normed=True, activation="silu"),
     case("int4 qkv, normed, 2 tokens", 2, 64, 2048, weight="int4", normed=True),

@@ -71,14 +71,15 @@ def dot_block(
 
 @triton.jit
 def finish(
-    acc, acc_up, squares, bias, scale, residual, out, row, token, n, k, tokens, eps, ACTIVATION: tl.constexpr,
-    BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    acc, acc_up, squares, bias, scale, residual, alpha, out, row, token, n, k, tokens, eps,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Scale, norm, bias, activation and residual in float32, rounded once. acc: [BN, BM]; squares: [BM]."""
     inside = row < n
     if SCALE:
         acc *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION != "none":
+        if GATED:
             acc_up *= tl.load(scale + n + row, mask=inside, other=0.0).to(tl.float32)[:, None]
     if NORM:
         inverse = tl.rsqrt(squares / k + eps)[None, :]
@@ -86,30 +87,32 @@ def finish(
         acc_up *= inverse
     if BIAS:
         acc += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION != "none":
+        if GATED:
             acc_up += tl.load(bias + n + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION != "none":
+    if GATED:
         acc = activate(acc, ACTIVATION) * acc_up
+    elif ACTIVATION != "none":
+        acc = activate(acc, ACTIVATION)
     mask = inside[:, None] & (token < tokens)[None, :]
     at = token.to(tl.int64)[None, :] * n + row[:, None]
     if RESIDUAL:
-        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        acc = acc * alpha + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gemm_kernel(
     x, weight, bias, scale, norm, residual, out, parts, arrived,
-    n, k, width, groups, tokens, stride_x, eps, offset,
+    n, k, width, groups, tokens, stride_x, eps, offset, alpha,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
     KIND: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """width: numbers or words of a row of the weight, in memory; BK of them are a block, of 4-bit weights a span.
     EARLY: blocks of the weight that are fetched into the cache before the wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    GATED: tl.constexpr = ACTIVATION != "none"
     block, split = tl.program_id(0), tl.program_id(1)
     row = block * BN + tl.arange(0, BN)
     token = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -152,8 +155,8 @@ def gemm_kernel(
         )
     if last:
         finish(
-            acc, acc_up, total, bias, scale, residual, out, row, token, n, k, tokens, eps,
-            ACTIVATION, BIAS, SCALE, NORM, RESIDUAL,
+            acc, acc_up, total, bias, scale, residual, alpha, out, row, token, n, k, tokens, eps,
+            ACTIVATION, GATED, BIAS, SCALE, NORM, RESIDUAL,
         )  # fmt: skip
 
 

@@ -134,8 +134,8 @@ def add_3(a, b, c, d, e, f):
 
 @triton.jit
 def finish_tokens(
-    low, high, squares, bias, residual, out, first, n, k, tokens, eps, ODD: tl.constexpr, ACTIVATION: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    low, high, squares, bias, residual, alpha, out, first, n, k, tokens, eps, ODD: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Adds up what the warps have for even or for odd tokens, [W, 32] each, and writes it.
 
@@ -154,37 +154,40 @@ def finish_tokens(
     high = tl.reshape(high, [8, 4])
     row = first + tl.arange(0, 8)
     finish(
-        low, high, total, bias, bias, residual, out, row, token, n, k, tokens, eps,
-        ACTIVATION, BIAS, False, NORM, RESIDUAL,
+        low, high, total, bias, bias, residual, alpha, out, row, token, n, k, tokens, eps,
+        ACTIVATION, GATED, BIAS, False, NORM, RESIDUAL,
     )  # fmt: skip
-    if ACTIVATION == "none":
+    if not GATED:
         finish(
-            high, high, total, bias, bias, residual, out, row + 8, token, n, k, tokens, eps,
-            ACTIVATION, BIAS, False, NORM, RESIDUAL,
+            high, high, total, bias, bias, residual, alpha, out, row + 8, token, n, k, tokens, eps,
+            ACTIVATION, GATED, BIAS, False, NORM, RESIDUAL,
         )  # fmt: skip
 
 
 @triton.jit
 def finish_block(
-    y, squares, bias, residual, out, block, n, k, tokens, eps, ONE: tl.constexpr, ACTIVATION: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    y, squares, bias, residual, alpha, out, block, n, k, tokens, eps, ONE: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    first = block * (16 if ACTIVATION == "none" else 8)
+    first = block * (8 if GATED else 16)
     low, high, low_odd, high_odd = by_result(y)
     own, _, own_odd, _ = by_result(squares)
-    finish_tokens(low, high, own, bias, residual, out, first, n, k, tokens, eps, 0, ACTIVATION, BIAS, NORM, RESIDUAL)
+    finish_tokens(
+        low, high, own, bias, residual, alpha, out, first, n, k, tokens, eps, 0, ACTIVATION, GATED, BIAS, NORM,
+        RESIDUAL,
+    )  # fmt: skip
     if not ONE:
         finish_tokens(
-            low_odd, high_odd, own_odd, bias, residual, out, first, n, k, tokens, eps, 1, ACTIVATION, BIAS, NORM,
-            RESIDUAL,
+            low_odd, high_odd, own_odd, bias, residual, alpha, out, first, n, k, tokens, eps, 1, ACTIVATION, GATED,
+            BIAS, NORM, RESIDUAL,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "steps", "blocks"])
 def int4_gemm_kernel(
-    x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, tokens, steps, blocks, stride_x, eps,
+    x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, tokens, steps, blocks, stride_x, eps, alpha,
     ONE: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, WALKS: tl.constexpr, EVEN: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x, weight, scale, norm: as words of 32 bits. A thread has AHEAD pieces of both rows on their way, those of two
@@ -192,7 +195,6 @@ def int4_gemm_kernel(
     (WALKS), of the next block of rows. eighths: of the 16-bit words of a row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    GATED: tl.constexpr = ACTIVATION != "none"
     COUNT: tl.constexpr = AHEAD // 2
     SHARE: tl.constexpr = 8 // AHEAD  # warps that a span is divided among
     STEP: tl.constexpr = 2 * SPAN_WORDS * WARPS // SHARE  # words of a row
@@ -223,7 +225,23 @@ def int4_gemm_kernel(
             )  # fmt: skip
             factors = load_scales(scales, at_scale, here & (then < blocks))
             finish_block(
-                y, squares, bias, residual, out, now, n, k, tokens, eps, ONE, ACTIVATION, BIAS, NORM, RESIDUAL
+                y,
+                squares,
+                bias,
+                residual,
+                alpha,
+                out,
+                now,
+                n,
+                k,
+                tokens,
+                eps,
+                ONE,
+                ACTIVATION,
+                GATED,
+                BIAS,
+                NORM,
+                RESIDUAL,
             )
     else:
         for step in range(steps):
@@ -233,4 +251,22 @@ def int4_gemm_kernel(
                 then, then < end, COUNT, SHARE, NORM, WEIGHTED, EVEN, FAST,
             )  # fmt: skip
             factors = load_scales(scales, at_scale + (step + 1) * (STEP // 32), then < end)
-        finish_block(y, squares, bias, residual, out, block, n, k, tokens, eps, ONE, ACTIVATION, BIAS, NORM, RESIDUAL)
+        finish_block(
+            y,
+            squares,
+            bias,
+            residual,
+            alpha,
+            out,
+            block,
+            n,
+            k,
+            tokens,
+            eps,
+            ONE,
+            ACTIVATION,
+            GATED,
+            BIAS,
+            NORM,
+            RESIDUAL,
+        )

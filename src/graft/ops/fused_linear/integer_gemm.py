@@ -122,16 +122,15 @@ def sum_nibbles(
 
 @triton.jit(do_not_specialize=["tokens"])
 def integer_gemm_kernel(
-    q, steps, weight, bias, scale, residual, out, parts, arrived, n, width, tokens, blocks, groups, spread,
+    q, steps, weight, bias, scale, residual, out, parts, arrived, n, width, tokens, blocks, groups, spread, alpha,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
     EVEN: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """width: bytes or words of a row of the weight; BK of them are a block. spread: blocks of tokens, whose programs
     follow each other, so that a block of rows comes from memory once. steps: coarse ones of the tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    GATED: tl.constexpr = ACTIVATION != "none"
     block, split = tl.program_id(0) // spread, tl.program_id(1)
     row = block * BN + tl.arange(0, BN)
     token = tl.program_id(0) % spread * BM + tl.arange(0, BM)
@@ -164,6 +163,6 @@ def integer_gemm_kernel(
         )
     if last:
         finish(
-            y, y_up, squares, bias, scale, residual, out, row, token, n, width, tokens, 0.0,
-            ACTIVATION, BIAS, KIND == "int8", False, RESIDUAL,
+            y, y_up, squares, bias, scale, residual, alpha, out, row, token, n, width, tokens, 0.0,
+            ACTIVATION, GATED, BIAS, KIND == "int8", False, RESIDUAL,
         )  # fmt: skip

@@ -121,8 +121,8 @@ def add_tile(
 
 @triton.jit
 def finish(
-    y, up, bias, scale, residual, out, row, token, n, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, RESIDUAL: tl.constexpr,
+    y, up, bias, scale, residual, alpha, out, row, token, n, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Scale, bias, activation and residual of one token in float32, rounded once. y, up: [BN]."""
     inside = row < n
@@ -130,15 +130,17 @@ def finish(
         y *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION != "none":
+    if GATED:
         if SCALE:
             up *= tl.load(scale + n + row, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             up += tl.load(bias + n + row, mask=inside, other=0.0).to(tl.float32)
         y = activate(y, ACTIVATION) * up
+    elif ACTIVATION != "none":
+        y = activate(y, ACTIVATION)
     at = token * n + row
     if RESIDUAL:
-        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        y = y * alpha + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -159,11 +161,11 @@ def sum_rows(y, up, squares, k, eps, NORM: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["eighths"])
 def matvec_kernel(
-    x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, stride_x, eps, offset,
+    x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, stride_x, eps, offset, alpha,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
     EVEN: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr,
     BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr,
-    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. eighths: of the numbers or words
     of a row in memory; BK of them are a tile, STEPS tiles are all, EVEN if none is cut off, and EARLY of them are on
@@ -171,7 +173,6 @@ def matvec_kernel(
     `offset` where OFFSET."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    GATED: tl.constexpr = ACTIVATION != "none"
     width = eighths * 8  # so that it is known to be a multiple
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
@@ -199,4 +200,4 @@ def matvec_kernel(
             own -= TOO_MUCH * sums[token][None, :]
             own_up -= TOO_MUCH * sums[token][None, :]
         y, up = sum_rows(own, own_up, squares[token], k, eps, NORM, GATED)
-        finish(y, up, bias, scale, residual, out, row, token, n, ACTIVATION, BIAS, SCALE, RESIDUAL)
+        finish(y, up, bias, scale, residual, alpha, out, row, token, n, ACTIVATION, GATED, BIAS, SCALE, RESIDUAL)

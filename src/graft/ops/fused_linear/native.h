@@ -29,12 +29,16 @@ struct LinearArgs {
   const float* norm = nullptr;       // [k]: x is normed and multiplied by norm + offset
   float eps = 0, offset = 0;
   bool normed = false;              // x is normed, the norm's weight is in w
-  Act act = Act::none;              // not none: act(gate) * up
+  Act act = Act::none;              // not none: act(gate) * up, or without glu act(x)
+  bool glu = true;
   const float* residual = nullptr;  // [tokens, n], rows ldr apart; may be `out` itself
   int64_t ldr = 0;
+  float alpha = 1;       // before the residual is added
   float* out = nullptr;  // [tokens, n], rows ldo apart; not `x`
   int64_t ldo = 0;
   float* shared = nullptr;  // linear_shared<W> floats, one place for all threads; without it each prepares all rows
+
+  bool gated() const { return act != Act::none && glu; }
 };
 
 // A kernel with another prologue or epilogue has arguments of its own, derived from these, and overloads for them of
@@ -128,11 +132,13 @@ __attribute__((noinline)) inline void finish(const LinearArgs& a, int64_t token,
   const int lanes = int(std::min<int64_t>(kLanes, a.n - row));
   const auto part = [&](const float* p) { return lanes == kLanes ? load(p) : load(p, lanes); };
   if (a.bias != nullptr) sums = sums + part(a.bias + row);
-  if (a.act != Act::none) {
+  if (a.gated()) {
     if (a.bias != nullptr) up = up + part(a.bias + a.n + row);
     sums = activate(a.act, sums) * up;
+  } else if (a.act != Act::none) {
+    sums = activate(a.act, sums);
   }
-  if (a.residual != nullptr) sums = sums + part(a.residual + token * a.ldr + row);
+  if (a.residual != nullptr) sums = fma(set(a.alpha), sums, part(a.residual + token * a.ldr + row));
   float* to = a.out + token * a.ldo + row;
   lanes == kLanes ? store(to, sums) : store(to, sums, lanes);
 }
@@ -142,8 +148,8 @@ template <class W, int T, class A>
 inline void tile_tokens(const A& a, const Rows& rows, const uint8_t* w, int64_t row, int64_t first) {
   F sums[T], up[T];
   W::template tile<T>(w, rows, first, sums);
-  if (a.act != Act::none) W::template tile<T>(w + W::tile_bytes(rows.columns), rows, first, up);
-  for (int t = 0; t < T; t++) finish(a, first + t, row, sums[t], a.act == Act::none ? sums[t] : up[t]);
+  if (a.gated()) W::template tile<T>(w + W::tile_bytes(rows.columns), rows, first, up);
+  for (int t = 0; t < T; t++) finish(a, first + t, row, sums[t], a.gated() ? up[t] : sums[t]);
 }
 
 template <class W, int T = W::kMostTokens, class A>
@@ -159,7 +165,7 @@ template <class W, class A>
 inline void tile_all(const A& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide) {
   if constexpr (kWidens<W>) {
     if (widens<W>(a.tokens)) {
-      for (int pair = 0; pair < (a.act == Act::none ? 1 : 2); pair++)
+      for (int pair = 0; pair < (a.gated() ? 2 : 1); pair++)
         W::widen(w + pair * W::tile_bytes(rows.columns), rows.columns, wide + pair * rows.columns * kLanes);
       return tile_all<WeightF32>(a, rows, reinterpret_cast<const uint8_t*>(wide), row, nullptr);
     }
@@ -175,7 +181,7 @@ inline void tile_all(const A& a, const Rows& rows, const uint8_t* w, int64_t row
 template <class W, class A>
 inline void tiles_on_amx(const A& a, const Rows& rows, int64_t first, int64_t last, int64_t span) {
   const int64_t bytes = W::tile_bytes(rows.columns), from = span * kSpanTokens, to = std::min(a.tokens, from + kSpanTokens);
-  const bool gated = a.act != Act::none;
+  const bool gated = a.gated();
   for (int64_t tile = first; tile < last; tile += gated ? 1 : 2) {
     const uint8_t* const w = static_cast<const uint8_t*>(a.w) + tile * bytes * (gated ? 2 : 1);
     const bool alone = !gated && tile + 1 == last;  // goes with itself
@@ -204,8 +210,8 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const A& a, float* scra
   float* const wide = at_line(scratch) + (direct || shared ? 0 : a.tokens * row);
   const Rows rows = direct ? Rows{a.x, a.ldx, columns} : Rows{ready, row, columns};
 
-  const int64_t bytes = W::tile_bytes(columns) * (a.act == Act::none ? 1 : 2), tiles = (a.n + kLanes - 1) / kLanes;
-  const int64_t spans = amx ? (a.tokens + kSpanTokens - 1) / kSpanTokens : 1, pairs = amx && a.act == Act::none ? 2 : 1;
+  const int64_t bytes = W::tile_bytes(columns) * (a.gated() ? 2 : 1), tiles = (a.n + kLanes - 1) / kLanes;
+  const int64_t spans = amx ? (a.tokens + kSpanTokens - 1) / kSpanTokens : 1, pairs = amx && !a.gated() ? 2 : 1;
   const int64_t each = whole(chunk_tiles(tiles * spans, bytes, team.threads), pairs), chunks = (tiles + each - 1) / each;
   const int64_t parts = shared ? (a.tokens + 3) / 4 : 0;  // chunks 0 .. parts - 1 prepare four rows each
   const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };

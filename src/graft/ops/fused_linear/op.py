@@ -37,10 +37,10 @@ MATVEC, INT4_GEMM, BALANCED_GEMM = Matvec(2, 4), Int4Gemm(), BalancedGemm()  # t
 def fake(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
-    residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0,
+    residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0, glu: bool = True, alpha: float = 1.0,
 ) -> Tensor:  # fmt: skip
     n = weight.shape[0] if scale is None else scale.shape[0]
-    return x.new_empty((*x.shape[:-1], n if activation == "none" else n // 2))
+    return x.new_empty((*x.shape[:-1], n // 2 if activation != "none" and glu else n))
 
 
 def gpu_problem(call: Call) -> str | None:
@@ -147,7 +147,8 @@ def measured(call: Call) -> Iterable[Pick]:
         return (SCALED,)
     x, weight, norm = call.x, call.weight, call.normed or call.norm is not None
     rows, k = weight.shape[0], x.shape[-1]
-    return picks(rows, k, weight.dtype, call.activation != "none", norm, x.numel() // k, x.device)
+    gated = call.activation != "none" and call.glu
+    return picks(rows, k, weight.dtype, gated, norm, x.numel() // k, x.device)
 
 
 @cache
@@ -196,7 +197,7 @@ define(
         name="fused_linear",
         schema="(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None, Tensor? norm=None, float eps=0.0,"
         ' float offset=0.0, bool cast_last=False, str activation="none", bool upcast=False, Tensor? residual=None,'
-        " bool normed=False, int fp8_from=0) -> Tensor",
+        " bool normed=False, int fp8_from=0, bool glu=True, float alpha=1.0) -> Tensor",
         reference=fused_linear,
         fake=fake,
         kernels=(

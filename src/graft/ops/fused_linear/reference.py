@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graft.ops.rms_norm.reference import rms_norm
-from graft.ops.swiglu.reference import swiglu
+from graft.ops.swiglu.reference import ACTIVATIONS, swiglu
 from graft.weights.packing import dequantize
 from graft.weights.quantize import rows_to_fp8
 
@@ -15,13 +15,14 @@ from graft.weights.quantize import rows_to_fp8
 def fused_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
-    residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0,
+    residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0, glu: bool = True, alpha: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """x: [..., k]; weight: [n, k], or quantized with a scale (see packing); bias: [n]; norm: [k], of graft::rms_norm.
 
     normed: without `norm`, x is divided by its root mean square all the same: the norm's weight is in `weight`.
-    activation: "none", or one of graft::swiglu: rows [:n/2] of the weight give the gate, the rest give up.
-    residual: added last, [..., n] or [..., n/2].
+    activation: "none", or one of graft::swiglu: rows [:n/2] of the weight give the gate, the rest give up; without
+    `glu` there is no gate, and it is of the result itself.
+    residual: added last, [..., n] or [..., n/2], to `alpha` times the result.
     fp8_from: from so many tokens on, rows of what is multiplied are rounded to float8, each with a scale of its own;
     0: never.
     """
@@ -32,13 +33,17 @@ def fused_linear(
         y = F.linear(h, weight, bias)
     else:  # the GEMM is in float32: quantized weights are no 16-bit numbers
         wide = torch.promote_types(h.dtype, torch.float32)
-        full = dequantize(weight, scale, h.shape[-1], wide, activation != "none")
+        full = dequantize(weight, scale, h.shape[-1], wide, activation != "none" and glu)
         h = fp8_rows(h) if rounds(h, fp8_from) else h
         y = F.linear(h.to(wide), full, None if bias is None else bias.to(wide)).to(x.dtype)
-    if activation != "none":
+    if activation != "none" and glu:
         gate, up = y.chunk(2, dim=-1)
         y = swiglu(gate, up, activation, upcast)
-    return y if residual is None else y + residual
+    elif activation != "none":
+        y = ACTIVATIONS[activation](y)
+    if residual is None:
+        return y
+    return (y if alpha == 1 else y * alpha) + residual
 
 
 def rounds(x: Tensor, fp8_from: int) -> bool:

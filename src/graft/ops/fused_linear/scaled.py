@@ -28,8 +28,8 @@ BLOCK = 1024
 
 @triton.jit
 def finish_kernel(
-    y, x_scale, w_scale, bias, residual, out, n, stride_y, stride_r,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, UPCAST: tl.constexpr,
+    y, x_scale, w_scale, bias, residual, alpha, out, n, stride_y, stride_r,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, UPCAST: tl.constexpr,
     RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of `out` [tokens, n], COLUMNS at a time; with a gate y has 2 n columns."""
@@ -40,14 +40,16 @@ def finish_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     dtype = out.dtype.element_ty
-    if ACTIVATION == "none":
-        found = finish_half(y, x_scale, w_scale, bias, row, cols, 0, mask, stride_y, SCALED, BIAS, dtype)
-    else:
+    if GATED:
         found = finish_gated(
             y, x_scale, w_scale, bias, row, cols, n, stride_y, SCALED, BIAS, ACTIVATION, UPCAST, dtype
         )
+    else:
+        found = finish_half(y, x_scale, w_scale, bias, row, cols, 0, mask, stride_y, SCALED, BIAS, dtype)
+        if ACTIVATION != "none":
+            found = activate(found, ACTIVATION).to(dtype).to(tl.float32)
     if RESIDUAL:
-        found += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
+        found = found * alpha + tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * n + cols, found.to(dtype), mask=mask)
 
 
@@ -88,7 +90,7 @@ def multiply_rounded(call: LinearCall, q: Tensor, scales: Tensor) -> Tensor:
     """Rows that are rounded already, by the weight, and what comes after it; of call.x its dtype and tokens count."""
     scaled = takes_scales(call)
     y = scaled_matmul(call, q, scales if scaled else None)
-    if scaled and call.bias is None and not call.gated and call.residual is None:
+    if scaled and call.bias is None and call.activation == "none" and call.residual is None:
         return y
     return finish(call, y, None if scaled else scales)
 
@@ -128,9 +130,9 @@ def finish(call: LinearCall, y: Tensor, scales: Tensor | None) -> Tensor:
     absent = call.x
     finish_kernel[(tokens, triton.cdiv(n, BLOCK))](
         y, absent if scales is None else scales, call.scale, absent if call.bias is None else call.bias,
-        absent if call.residual is None else call.residual, out, n, y.stride(0),
+        absent if call.residual is None else call.residual, call.alpha, out, n, y.stride(0),
         0 if call.residual is None else call.residual.stride(0),
-        SCALED=scales is not None, BIAS=call.bias is not None, ACTIVATION=call.activation, UPCAST=call.upcast,
-        RESIDUAL=call.residual is not None, COLUMNS=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        SCALED=scales is not None, BIAS=call.bias is not None, ACTIVATION=call.activation, GATED=call.gated,
+        UPCAST=call.upcast, RESIDUAL=call.residual is not None, COLUMNS=BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out

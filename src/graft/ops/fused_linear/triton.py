@@ -23,6 +23,7 @@ from graft.ops.fused_linear.round_rows import round_rows
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
 from graft.ops.launch import counters, pdl_supported, processors
 from graft.ops.rms_norm.triton import rms_norm_triton
+from graft.ops.swiglu.reference import ACTIVATIONS
 from graft.ops.swiglu.triton import swiglu_triton
 from graft.weights.packing import GROUP, PACKED, dequantize
 
@@ -43,6 +44,8 @@ class LinearCall(NamedTuple):
     residual: Tensor | None = None
     normed: bool = False
     fp8_from: int = 0
+    glu: bool = True
+    alpha: float = 1.0
 
     @property
     def divided(self) -> bool:
@@ -51,7 +54,7 @@ class LinearCall(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        return self.activation != "none"
+        return self.activation != "none" and self.glu
 
     @property
     def kind(self) -> str:
@@ -119,12 +122,13 @@ def launch_matvec(call: LinearCall, how: Matvec) -> Tensor:
     matvec_kernel[(triton.cdiv(n, how.rows),)](
         call.x, weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
         or_x(call, call.residual), out, n, k, width // 8, -(-k // GROUP), call.x.stride(0), call.eps, call.shift,
-        TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
+        call.alpha, TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
         EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))),
         EVEN=width % tile == 0 and width * PARTS[call.kind] == k, KIND=call.kind, PARTS=PARTS[call.kind], FAST=fast,
         TOO_MUCH=TOO_MUCH.get(call.kind, 0.0) if fast else 0.0,
         BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.divided, WEIGHTED=call.norm is not None,
-        OFFSET=call.shift != 0, ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        OFFSET=call.shift != 0, ACTIVATION=call.activation, GATED=call.gated, RESIDUAL=call.residual is not None,
+        PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -143,10 +147,10 @@ def launch_int4_gemm(call: LinearCall, how: Int4Gemm) -> Tensor:
     int4_gemm_kernel[(programs,)](
         x, weight, or_x(call, call.bias), scale, x if call.norm is None else call.norm.view(torch.int32),
         or_x(call, call.residual), out, call.rows, k, weight.shape[1] // 4, -(-k // GROUP), tokens,
-        triton.cdiv(weight.shape[1], step), blocks, call.x.stride(0), call.eps,
+        triton.cdiv(weight.shape[1], step), blocks, call.x.stride(0), call.eps, call.alpha,
         ONE=tokens == 1, WARPS=warps, AHEAD=how.ahead, WALKS=how.each > 0, EVEN=weight.shape[1] % step == 0,
         BIAS=call.bias is not None, NORM=call.divided, WEIGHTED=call.norm is not None, ACTIVATION=call.activation,
-        RESIDUAL=call.residual is not None, FAST=call.x.is_cuda, PDL=pdl,
+        GATED=call.gated, RESIDUAL=call.residual is not None, FAST=call.x.is_cuda, PDL=pdl,
         num_warps=warps, launch_pdl=pdl, **({"maxnreg": how.registers} if how.registers else {}),
     )  # fmt: skip
     return out
@@ -166,12 +170,12 @@ def launch_gemm(call: LinearCall, how: Gemm) -> Tensor:
     gemm_kernel[(blocks, how.splits, groups)](
         call.x, weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
         or_x(call, call.residual), out, parts, arrived,
-        n, k, weight.shape[1], -(-k // GROUP), tokens, call.x.stride(0), call.eps, call.shift,
+        n, k, weight.shape[1], -(-k // GROUP), tokens, call.x.stride(0), call.eps, call.shift, call.alpha,
         BN=how.rows, BM=how.tokens, BK=GROUP if call.kind == "int4" else how.depth // PARTS[call.kind],
         SPLITS=how.splits, EARLY=how.early, KIND=call.kind, PARTS=PARTS[call.kind],
         FAST=call.x.dtype is torch.bfloat16 and call.x.is_cuda,
         BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.divided, WEIGHTED=call.norm is not None,
-        ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        ACTIVATION=call.activation, GATED=call.gated, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -189,10 +193,10 @@ def launch_integer_gemm(call: LinearCall, how: IntegerGemm) -> Tensor:
     parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
     integer_gemm_kernel[(blocks * groups, how.splits)](
         q, steps, call.weight, or_x(call, call.bias), call.scale, or_x(call, call.residual), out, parts, arrived,
-        n, width, tokens, triton.cdiv(width, depth), call.scale.shape[-1] if int4 else 0, groups,
+        n, width, tokens, triton.cdiv(width, depth), call.scale.shape[-1] if int4 else 0, groups, call.alpha,
         BN=how.rows, BM=how.tokens, BK=depth, SPLITS=how.splits, EARLY=how.early if fetchable(call) else 0,
         EVEN=width % depth == 0, KIND=call.kind, FAST=call.x.is_cuda, BIAS=call.bias is not None,
-        ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        ACTIVATION=call.activation, GATED=call.gated, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -210,9 +214,10 @@ def launch_balanced_gemm(call: LinearCall, how: BalancedGemm) -> Tensor:
     parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
     balanced_gemm_kernel[(blocks, how.splits, groups)](
         call.x, call.weight, or_x(call, call.bias), or_x(call, call.residual), out, parts, arrived,
-        n, k, tokens, call.x.stride(0),
+        n, k, tokens, call.x.stride(0), call.alpha,
         BN=how.rows, BM=how.tokens, BK=how.depth, SPLITS=how.splits, EARLY=how.early if fetchable(call) else 0,
-        BIAS=call.bias is not None, ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        BIAS=call.bias is not None, ACTIVATION=call.activation, GATED=call.gated,
+        RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -262,13 +267,15 @@ def library(call: LinearCall) -> Tensor:
     weight = call.weight
     if call.scale is not None:
         weight = dequantize(weight, call.scale, call.x.shape[1], call.x.dtype)
-    if call.residual is not None and call.bias is None and not call.gated:
-        return torch.addmm(call.residual, call.x, weight.t())
+    if call.residual is not None and call.bias is None and call.activation == "none":
+        return torch.addmm(call.residual, call.x, weight.t(), alpha=call.alpha)
     y = F.linear(call.x, weight, call.bias)
     if call.gated:
         gate, up = y.chunk(2, dim=-1)
         y = swiglu_triton(gate, up, call.activation, call.upcast)
-    return y if call.residual is None else y + call.residual
+    elif call.activation != "none":
+        y = ACTIVATIONS[call.activation](y)
+    return y if call.residual is None else torch.add(call.residual, y, alpha=call.alpha)
 
 
 def without_norm(call: LinearCall) -> LinearCall:

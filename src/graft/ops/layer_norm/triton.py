@@ -7,30 +7,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.launch import pdl_supported
+
 
 @triton.jit
 def layer_norm_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    stride_row,
-    d,
-    eps,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, weight, bias, out, stride_row, d, eps, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < d
+    if HAS_WEIGHT:
+        w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        b = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     h = tl.load(x + row * stride_row + cols, mask=mask, other=0.0).to(tl.float32)
     centred = tl.where(mask, h - tl.sum(h, axis=0) / d, 0.0)
     y = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / d + eps)
     if HAS_WEIGHT:
-        y = y * tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+        y = y * w
     if HAS_BIAS:
-        y = y + tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
+        y = y + b
     tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -40,8 +41,10 @@ def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     rows = x.reshape(-1, d)  # [n, d]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
+    pdl = pdl_supported(x.device)
     layer_norm_kernel[(rows.shape[0],)](
         rows, rows if weight is None else weight, rows if bias is None else bias, out, rows.stride(0), d, eps,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK=block, PDL=pdl,
+        num_warps=4 if block <= 2048 else 8, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-// Activations of gated layers, on vectors.
+// Activations of MLPs, on vectors.
 #pragma once
 #include <cmath>
 
@@ -6,7 +6,7 @@
 
 namespace graft {
 
-enum class Act { none, silu, gelu_tanh, gelu };
+enum class Act { none, silu, gelu_tanh, gelu, relu, relu_squared };
 
 inline F sigmoid_of(F x, F g) { return x / (set(1.0f) + exp(set(0.0f) - g)); }  // x * sigmoid(g)
 
@@ -22,6 +22,10 @@ inline F activate(Act act, F g) {
       for (float& v : lane) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
       return load(lane);
     }
+    case Act::relu:
+      return max(set(0.0f), g);  // in this order NaN stays
+    case Act::relu_squared:
+      return max(set(0.0f), g) * max(set(0.0f), g);
     default:
       return g;
   }

@@ -1,4 +1,4 @@
-"""graft::rms_norm(x, weight, eps, offset, cast_last, dtype)."""
+"""graft::rms_norm(x, weight, eps, offset, cast_last, dtype, residual)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from graft.ops.call import Call
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
+ADDS = "it adds no residual"
+
 
 def fake(
     x: Tensor,
@@ -19,6 +21,7 @@ def fake(
     offset: float = 0.0,
     cast_last: bool = False,
     dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     row = dtype or x.dtype
     return x.new_empty(x.shape, dtype=row if cast_last else torch.promote_types(row, weight.dtype))
@@ -28,13 +31,21 @@ def triton_problem(call: Call) -> str | None:
     row = call.dtype or call.x.dtype
     if row != call.weight.dtype:
         return f"the row is {row} and weight is {call.weight.dtype}"
-    return needs_triton(call.x, call.weight)
+    if call.residual is not None and (call.residual.dtype != row or call.residual.dim() != call.x.dim()):
+        return f"the residual is {call.residual.dtype} and the row {row}, or it is broadcast"
+    return needs_triton(call.x, call.weight, call.residual)
 
 
 def aten_problem(call: Call) -> str | None:
     if call.dtype is not None:
         return f"torch.rms_norm does not round its row to another dtype ({call.dtype})"
+    if call.residual is not None:
+        return ADDS
     return aten_norm_problem(call)
+
+
+def native_problem(call: Call) -> str | None:
+    return None if call.residual is None else ADDS
 
 
 def aten_norm_problem(call: Call) -> str | None:
@@ -57,14 +68,14 @@ def run_triton(*args: Any) -> Tensor:
 define(
     OpSpec(
         name="rms_norm",
-        schema="(Tensor x, Tensor weight, float eps, float offset=0.0, bool cast_last=False, ScalarType? dtype=None)"
-        " -> Tensor",
+        schema="(Tensor x, Tensor weight, float eps, float offset=0.0, bool cast_last=False, ScalarType? dtype=None,"
+        " Tensor? residual=None) -> Tensor",
         reference=rms_norm,
         fake=fake,
         kernels=(
             Kernel("aten", "existing", aten_problem, run_aten),
             Kernel("triton", "triton", triton_problem, run_triton),
-            native(),
+            native(native_problem),
         ),
     )
 )

@@ -13,9 +13,10 @@ def rms_norm(
     offset: float = 0.0,
     cast_last: bool = False,
     dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """x: [..., d], weight: [d]. Statistics in float32. dtype: what the row is rounded to instead of x's own, for rows
-    that come in float32 (a gated norm, a sum that was not rounded).
+    that come in float32 (a gated norm, a sum that was not rounded). residual: [..., d], added to the rounded row.
 
     cast_last=False (Llama): weight * normalized.to(x.dtype)
     cast_last=True  (Gemma, OLMo 2): (normalized * (weight.float() + offset)).to(x.dtype)
@@ -23,6 +24,8 @@ def rms_norm(
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     if not cast_last:
-        return weight * h.to(dtype or x.dtype)
-    scale = weight.to(torch.float32)
-    return (h * (scale + offset if offset else scale)).to(dtype or x.dtype)
+        row = weight * h.to(dtype or x.dtype)
+    else:
+        scale = weight.to(torch.float32)
+        row = (h * (scale + offset if offset else scale)).to(dtype or x.dtype)
+    return row if residual is None else row + residual

@@ -12,7 +12,8 @@ from graft.ops.launch import pdl_supported
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, out, stride_row, d, eps, offset, CAST_LAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, weight, residual, out, stride_row, stride_r, d, eps, offset, CAST_LAST: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -27,7 +28,11 @@ def rms_norm_kernel(
         y = h * (w.to(tl.float32) + offset)
     else:  # the normalized row is rounded to the working dtype before the product, as in eager
         y = w.to(tl.float32) * h.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
+    y = y.to(out.dtype.element_ty)
+    if RESIDUAL:  # the row is rounded before the sum, as in eager
+        r = tl.load(residual + row * stride_r + cols, mask=mask, other=0.0)
+        y = (y.to(tl.float32) + r.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row * d + cols, y, mask=mask)
 
 
 def rms_norm_triton(
@@ -37,15 +42,17 @@ def rms_norm_triton(
     offset: float = 0.0,
     cast_last: bool = False,
     dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     d = x.shape[-1]
     rows = x.reshape(-1, d)  # [n, d]
+    others = rows if residual is None else residual.reshape(-1, d)
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
     warps = 4 if block <= 2048 else 8
     pdl = pdl_supported(x.device)
     rms_norm_kernel[(rows.shape[0],)](
-        rows, weight, out, rows.stride(0), d, eps, offset, CAST_LAST=cast_last, BLOCK=block, PDL=pdl,
-        num_warps=warps, launch_pdl=pdl,
+        rows, weight, others, out, rows.stride(0), others.stride(0), d, eps, offset, CAST_LAST=cast_last,
+        RESIDUAL=residual is not None, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return out

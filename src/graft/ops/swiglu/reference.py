@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = {
+ACTIVATIONS = {  # squared ReLU stands without a gate alone
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
 }
 
 

@@ -23,6 +23,10 @@ def activate(g, ACTIVATION: tl.constexpr):
         a = quotient(g, 1.0 + tl.exp(-g))
     elif ACTIVATION == "gelu_tanh":
         a = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+    elif ACTIVATION == "relu":
+        a = tl.where(g < 0.0, 0.0, g)  # NaN stays, which `maximum` drops
+    elif ACTIVATION == "relu_squared":
+        a = tl.where(g < 0.0, 0.0, g * g)
     else:
         a = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
     return a

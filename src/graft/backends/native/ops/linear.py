@@ -47,11 +47,11 @@ def lower_fused_linear(plan: Planner, node: Node) -> None:
 def lower_gemm(
     plan: Planner, node: Node, x: Any, weight: Any, *, bias: Any = None, scale: Any = None, norm: Any = None,
     eps: float = 0.0, offset: float = 0.0, activation: str = "none", residual: Any = None, normed: bool = False,
-    transposed: bool = False,
+    glu: bool = True, alpha: float = 1.0, transposed: bool = False,
 ) -> None:  # fmt: skip
     rows, out = plan.flat(x), plan.new(node)
     if scale is None:
-        pointer, form = matrix(plan, weight, transposed, activation != "none")
+        pointer, form = matrix(plan, weight, transposed, activation != "none" and glu)
     else:
         pointer, form = tiles(plan, weight, rows.layout.width)
     sum_with = None if residual is None else plan.flat(residual)
@@ -63,7 +63,8 @@ def lower_gemm(
         node, NativeKernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch, shared=shared), x=Pointer(rows),
         ldx=Stride(rows), tokens=plan.rows(rows.layout), k=rows.layout.width, n=out.layout.width, w=pointer,
         bias=plan.vector_or_null(bias), norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed,
-        act=Text(f"Act::{activation}"), residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
+        act=Text(f"Act::{activation}"), glu=glu, alpha=float(alpha),
+        residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
         ldr=0 if sum_with is None else Stride(sum_with), out=Pointer(out), ldo=Stride(out),
         shared=Text("call.shared"),
     )  # fmt: skip

@@ -18,12 +18,12 @@ from graft.passes.patterns import Rewrite
 from graft.passes.registry import TransformRegistry
 
 aten, ops = torch.ops.aten, torch.ops.graft
-ADD, ADD_NORM = aten.add.Tensor, ops.add_rms_norm.default
+ADD, MUL, ADD_NORM = aten.add.Tensor, aten.mul.Tensor, ops.add_rms_norm.default
 # what stands between a linear layer and the sum in some models, and how to say so
 BETWEEN = {
     ops.rms_norm.default: "norms the GEMM's result before it is added",
     ops.layer_norm.default: "norms the GEMM's result before it is added",
-    aten.mul.Tensor: "scales the GEMM's result before it is added",
+    aten.mul.Tensor: "scales the GEMM's result, by no number of its own, before it is added",
     aten.div.Tensor: "scales the GEMM's result before it is added",
     aten.to.dtype: "casts the GEMM's result before it is added",
     aten.reshape.default: "reshapes the GEMM's result before it is added",
@@ -58,6 +58,34 @@ def add_rms_norm_fused(
     return ops.rms_norm(total, norm, eps, offset, cast_last), total
 
 
+def scaled(
+    x: Tensor, weight: Tensor, residual: Tensor, alpha: float, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    return F.linear(x, constant(weight), bias) * alpha + residual
+
+
+def scaled_fused(x: Tensor, weight: Tensor, residual: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
+    return ops.fused_linear(x, weight, bias, residual=residual, alpha=alpha)
+
+
+def scaled_rms_norm(
+    x: Tensor, weight: Tensor, residual: Tensor, alpha: float, norm: Tensor, eps: float, offset: float,
+    cast_last: bool, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    y = F.linear(x, constant(weight), bias) * alpha
+    summands = one_of(lambda: (y, residual), lambda: (residual, y))
+    normed, total = ops.add_rms_norm(*summands, norm, eps, offset, cast_last)
+    return normed, optional(lambda: total)
+
+
+def scaled_rms_norm_fused(
+    x: Tensor, weight: Tensor, residual: Tensor, alpha: float, norm: Tensor, eps: float, offset: float,
+    cast_last: bool, bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total = scaled_fused(x, weight, residual, alpha, bias)
+    return ops.rms_norm(total, norm, eps, offset, cast_last), total
+
+
 def check_sum(match: Match) -> None:
     linear = next(node for node in match.nodes if is_op(node, LINEAR))
     residual = match.tensors["residual"]
@@ -80,6 +108,15 @@ REWRITES = (
         origin="weight",
     ),
     Rewrite(add, add_fused, SHAPES, check_sum, needs=((ADD, LINEAR),), origin="weight"),
+    Rewrite(
+        scaled_rms_norm,
+        scaled_rms_norm_fused,
+        SHAPES | {"norm": "n"},
+        check_sum,
+        needs=((ADD_NORM, MUL), (MUL, LINEAR)),
+        origin="weight",
+    ),
+    Rewrite(scaled, scaled_fused, SHAPES, check_sum, needs=((ADD, MUL), (MUL, LINEAR)), origin="weight"),
 )
 
 
@@ -90,8 +127,9 @@ class FuseResidualIntoMatvec(MatvecPatterns):
     before:  %y = linear(%a, %w);  %n, %x = graft.add_rms_norm(%y, %r, %g, eps)
     after:   %x = graft.fused_linear(%a, %w, residual=%r);  %n = graft.rms_norm(%x, %g, eps)
 
-    Also a plain `add(%y, %r)`, in either order, and a linear layer with a bias. Numerics: the reference rounds the
-    GEMM's result, then the sum, as eager does; a kernel may add before it rounds, once.
+    Also a plain `add(%y, %r)`, in either order, a linear layer with a bias, and one whose result is multiplied by a
+    number first (Granite), which becomes alpha. Numerics: the reference rounds the GEMM's result, then its multiple,
+    then the sum, as eager does; a kernel may add before it rounds, once.
     """
 
     lacking = "no linear layer of the graph is followed by a sum"

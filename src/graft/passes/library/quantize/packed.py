@@ -178,7 +178,10 @@ def reads_twice(node: Node, weights: Sequence[Node]) -> bool:
 
 
 def gated(node: Node) -> bool:
-    return not is_op(node, EMBEDDING) and operands(node)["activation"] != "none"
+    if is_op(node, EMBEDDING):
+        return False
+    given = operands(node)
+    return given["activation"] != "none" and given["glu"]
 
 
 def check_format(run: TiledWeights, use: Use, format: str, reader: Node) -> None:
