@@ -242,8 +242,8 @@ def test_states_are_grouped_by_layer():
 
 def test_the_tolerance_of_the_self_check_knows_of_routers():
     """What Moonlight's bfloat16 was seen to give is let through, layer by layer; float32 has no such room."""
-    seen = {8: 0.085, 18: 0.23, 26: 0.44}
+    seen = {6: 0.12, 12: 0.23, 18: 0.35, 26: 0.44}
     allowed = {layer: tolerance(torch.bfloat16, layer=layer, routed=True) for layer in seen}
     assert all(seen[layer] < allowed[layer] < 0.7 for layer in seen)  # two rows that have nothing in common: 1.4
-    assert tolerance(torch.bfloat16, layer=8) < seen[8]
+    assert tolerance(torch.bfloat16, layer=6) < seen[6]
     assert tolerance(torch.float32, layer=26, routed=True) == tolerance(torch.float32, layer=26)

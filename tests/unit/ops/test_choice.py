@@ -301,3 +301,21 @@ def test_writing_merges_and_leaves_nothing_half_written(tmp_path):
     write_table({SQUARE: {2: TunedEntry(Matvec(1), 2.0, "B")}}, path)  # a file names one device for a shape
     assert read_table(path)[SQUARE] == {2: TunedEntry(Matvec(1), 2.0, "B")}
     assert [p.name for p in path.parent.iterdir()] == ["mine.json"]
+
+
+def test_rows_are_shared_out_for_the_shape_at_hand():
+    """112 rows of 14,336 are 128 programs; of another shape there are as many, and rows stay multiples of 16."""
+    table = {LinearShape(14336, 4096, "plain", True, True): {64: TunedEntry(BalancedGemm(rows=112), 60.0, H200)}}
+    for n, rows in ((14336, 112), (12288, 96), (11008, 96), (3072, 32), (100, 16), (256000, 256)):
+        found = look_up(table, LinearShape(n, 4096, "plain", True, True), 32, H200).how
+        assert isinstance(found, BalancedGemm) and found.rows == rows, n
+
+
+@pytest.mark.parametrize(
+    ("n", "gated", "kernel"), [(49155, False, "gemm"), (49152, False, "library"), (12, True, "library")]
+)
+def test_rows_that_torch_is_slow_with_run_the_default_kernel(n, gated, kernel):
+    shape = LinearShape(n, 2048, "plain", gated, norm=False)
+    assert choice.picks_of(None, shape)[0].kernel == kernel
+    default = "the default tensor-core kernel" if kernel == "gemm" else "torch's own GEMM"
+    assert default in look_up({}, shape, 32, H200).source

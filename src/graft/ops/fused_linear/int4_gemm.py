@@ -225,24 +225,9 @@ def int4_gemm_kernel(
             )  # fmt: skip
             factors = load_scales(scales, at_scale, here & (then < blocks))
             finish_block(
-                y,
-                squares,
-                bias,
-                residual,
-                alpha,
-                out,
-                now,
-                n,
-                k,
-                tokens,
-                eps,
-                ONE,
-                ACTIVATION,
-                GATED,
-                BIAS,
-                NORM,
+                y, squares, bias, residual, alpha, out, now, n, k, tokens, eps, ONE, ACTIVATION, GATED, BIAS, NORM,
                 RESIDUAL,
-            )
+            )  # fmt: skip
     else:
         for step in range(steps):
             then = at + (step + 1) * STEP
@@ -252,21 +237,6 @@ def int4_gemm_kernel(
             )  # fmt: skip
             factors = load_scales(scales, at_scale + (step + 1) * (STEP // 32), then < end)
         finish_block(
-            y,
-            squares,
-            bias,
-            residual,
-            alpha,
-            out,
-            block,
-            n,
-            k,
-            tokens,
-            eps,
-            ONE,
-            ACTIVATION,
-            GATED,
-            BIAS,
-            NORM,
+            y, squares, bias, residual, alpha, out, block, n, k, tokens, eps, ONE, ACTIVATION, GATED, BIAS, NORM,
             RESIDUAL,
-        )
+        )  # fmt: skip

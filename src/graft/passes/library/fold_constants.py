@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,31 +41,56 @@ class FoldConstants(Rewriter):
         return elsewhere(gm, context, self.config.devices)
 
     def candidates(self, run: RewriteRun) -> list[Node]:
-        return list(calls(run.gm.graph))
+        """The last calls of chains that read weights alone."""
+        folded: dict[Node, None] = {}
+        for node in calls(run.gm.graph):
+            if reads_weights(node, folded):
+                folded[node] = None
+        return [node for node in folded if any(user not in folded for user in node.users)]
 
     def find(self, run: RewriteRun, node: Node) -> Match | None:
-        inputs = node.all_input_nodes
-        if not inputs or any(one.op != "get_attr" for one in inputs) or tensor_val(node) is None:
-            return None
-        if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-            return None
         if tensor_of(node).dim() > 1:
             raise Refused(node, f"{where(node)} gives a matrix, which would be a second copy of its weights")
-        return Match("", {f"weight_{index}": one for index, one in enumerate(inputs)}, {}, (node,), (node,))
+        chain = chain_of(node)
+        weights = dict.fromkeys(one for part in chain for one in part.all_input_nodes if one.op == "get_attr")
+        return Match("", {f"weight_{index}": one for index, one in enumerate(weights)}, {}, chain, (node,))
 
     def write(self, run: RewriteRun, match: Match) -> list[Node]:
-        (node,), first = match.nodes, match.tensors["weight_0"]
+        node, first = match.anchor, match.tensors["weight_0"]
         with torch.no_grad():
-            value = computed(run.gm, node)
+            value = computed(run.gm, match.nodes)
         # model.layers.0.input_layernorm.weight → model.layers.0.input_layernorm.weight_folded
         held = run.editor.parameter(f"{first.target}_folded", value, before=node, like=node)
         run.editor.replace(node, held)
         return [held]
 
 
-def computed(gm: GraphModule, node: Node) -> torch.Tensor:
-    def value(one: Node) -> Any:
-        return attribute(gm, str(one.target))
+def reads_weights(node: Node, folded: Collection[Node]) -> bool:
+    inputs = node.all_input_nodes
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    given = all(one.op == "get_attr" or one in folded for one in inputs)
+    return bool(inputs) and given and pointwise and tensor_val(node) is not None
 
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-    return node.target(*args, **kwargs).detach()  # pyrefly: ignore
+
+def chain_of(node: Node) -> tuple[Node, ...]:
+    """The call and those before it, the last first."""
+    found: dict[Node, None] = {}
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        found[one] = None
+        waiting += [source for source in one.all_input_nodes if source.op != "get_attr"]
+    return tuple(sorted(found, reverse=True))
+
+
+def computed(gm: GraphModule, chain: Sequence[Node]) -> torch.Tensor:
+    """chain: the last call first."""
+    values: dict[Node, Any] = {}
+
+    def value(one: Node) -> Any:
+        return attribute(gm, str(one.target)) if one.op == "get_attr" else values[one]
+
+    for node in reversed(chain):
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+        values[node] = node.target(*args, **kwargs)  # pyrefly: ignore
+    return values[chain[0]].detach()

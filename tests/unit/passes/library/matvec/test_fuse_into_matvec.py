@@ -140,7 +140,7 @@ ADDED = {
     "is broadcast": lambda x, r, w, g: F.linear(x, w) + r[:, :1],
     "the GEMM's result torch.float32": lambda x, r, w, g: F.linear(x, w) + r.to(torch.float64),
     "norms the GEMM's result before": lambda x, r, w, g: norm(F.linear(x, w), g) + r,
-    "scales the GEMM's result before": lambda x, r, w, g: F.linear(x, w) * 0.22 + r,
+    "scales the GEMM's result, by no number of its own": lambda x, r, w, g: F.linear(x, w) * g + r,
     "adds a multiple": lambda x, r, w, g: torch.add(r, F.linear(x, w), alpha=2),
     "computed in the graph": lambda x, r, w, g: F.linear(x, w.exp()) + r,
     "reshapes the GEMM's result": lambda x, r, w, g: F.linear(x.flatten(0, 1), w).view(2, 3, D) + r,
