@@ -57,7 +57,7 @@ SHAPES = st.builds(
     k=st.sampled_from([8, 136, 512, 1032]),
     weight=st.sampled_from(["plain", "plain", "int8", "fp8"]),
     bias=st.booleans(),
-    norm=st.sampled_from(["", "plain", "cast_last"]),
+    norm=st.sampled_from(["", "plain", "cast_last", "layer", "layer_bias"]),
     activation=st.sampled_from(["none", "silu", "gelu_tanh", "relu_squared"]),
     residual=st.booleans(),
     glu=st.booleans(),
@@ -236,6 +236,21 @@ def test_a_row_in_two_rows_of_int8_has_15_bits():
 def unpack_plain(q):
     """Out of the order of 8-bit weights, of which the sign bit is not turned over here."""
     return unpack_bytes(q.contiguous().view(torch.float8_e4m3fn), 200).view(torch.int8)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_a_layer_norm_takes_the_mean_off(activation, tokens):
+    """Rows far from 0 give what they give around it; divided by their root mean square they would not."""
+    shape = LinearCase(tokens, 20, 1032, norm="layer_bias", activation=activation)
+    args = arguments(shape, torch.float32)
+    far = [args[0] + 4.0, *args[1:]]
+    run = lambda call: kernels.launch_matvec(call, Matvec(2, 2))  # noqa: E731
+    assert agrees(run, far, torch.float32, 1032)
+    assert torch.allclose(kernels.with_rows(run, *far), kernels.with_rows(run, *args), rtol=1e-3, atol=1e-3)
+    wrong = (lambda call: call._replace(center=False), lambda call: call._replace(norm_bias=None))
+    for change in wrong:
+        assert not agrees(lambda call, change=change: run(change(call)), far, torch.float32, 1032)
 
 
 def test_of_float32_more_than_15_bits_are_kept():

@@ -21,7 +21,7 @@ class LinearCase:
     k: int
     weight: str = "plain"  # or int8, int4, fp8
     bias: bool = False
-    norm: str = ""  # or plain, cast_last
+    norm: str = ""  # or plain, cast_last, layer, layer_bias
     activation: str = "none"
     residual: bool = False
     normed: bool = False
@@ -37,10 +37,12 @@ def make(shape: LinearCase, device: str, dtype: torch.dtype, generator: torch.Ge
     bias = randn((n,), device, dtype, generator) if shape.bias else None
     norm = randn((k,), device, dtype, generator) if shape.norm else None
     residual = randn((1, shape.rows, width), device, dtype, generator) if shape.residual else None
-    last = shape.norm == "cast_last"
+    last, center = shape.norm == "cast_last", shape.norm.startswith("layer")
+    norm_bias = randn((k,), device, dtype, generator) if shape.norm == "layer_bias" else None
     return (
         x, weight, bias, scale, norm, 1e-5 if norm is not None or shape.normed else 0.0, 1.0 if last else 0.0, last,
         shape.activation, False, residual, shape.normed, 0, shape.glu, shape.alpha,
+        norm_bias, center,
     )  # fmt: skip
 
 
@@ -81,6 +83,21 @@ CASES = [
     case("minitron up, 3 tokens, no gate", 3, 80, 768, activation="relu_squared", glu=False),
     case("opt up, 18 tokens, no gate", 18, 72, 768, bias=True, activation="relu", glu=False),
     case("bert up, norm, 2 tokens, no gate", 2, 72, 768, norm="plain", activation="gelu", glu=False),
+    case("stablelm gate-up, LayerNorm", 1, 96, 2048, norm="layer_bias", activation="silu"),
+    case(
+        "starcoder2 up, LayerNorm, bias, no gate",
+        1,
+        72,
+        3072,
+        norm="layer_bias",
+        bias=True,
+        activation="gelu_tanh",
+        glu=False,
+    ),
+    case("cohere qkv, LayerNorm without bias, 3 tokens", 3, 80, 1024, norm="layer"),
+    case("minitron up, LayerNorm, 18 tokens", 18, 64, 768, norm="layer_bias", activation="relu_squared", glu=False),
+    case("int8 qkv, LayerNorm", 1, 64, 576, weight="int8", norm="layer_bias"),
+    case("int4 qkv, LayerNorm, 2 tokens", 2, 64, 1024, weight="int4", norm="layer_bias"),
     case("granite down, scaled residual", 1, 64, 2048, residual=True, alpha=0.22),
     case("granite o, scaled residual, 20 tokens", 20, 48, 512, bias=True, residual=True, alpha=0.22),
     case("int8 up, no gate, 2 tokens", 2, 64, 576, weight="int8", bias=True, activation="gelu_tanh", glu=False),

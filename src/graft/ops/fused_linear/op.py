@@ -38,6 +38,7 @@ def fake(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
     residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0, glu: bool = True, alpha: float = 1.0,
+    norm_bias: Tensor | None = None, center: bool = False,
 ) -> Tensor:  # fmt: skip
     n = weight.shape[0] if scale is None else scale.shape[0]
     return x.new_empty((*x.shape[:-1], n // 2 if activation != "none" and glu else n))
@@ -46,10 +47,10 @@ def fake(
 def gpu_problem(call: Call) -> str | None:
     """Why no kernel of ours can run such calls, or None."""
     x, weight, residual = call.x, call.weight, call.residual
-    problem = needs_triton(x, weight, call.bias, call.scale, call.norm, residual)
+    problem = needs_triton(x, weight, call.bias, call.scale, call.norm, call.norm_bias, residual)
     if problem is not None:
         return problem
-    kinds = {t.dtype for t in (x, call.bias, call.norm, residual) if t is not None}
+    kinds = {t.dtype for t in (x, call.bias, call.norm, call.norm_bias, residual) if t is not None}
     if len(kinds) > 1 or x.dtype is torch.float64:
         return f"dtypes differ or are float64: {', '.join(sorted(map(str, kinds)))}"
     if weight.dtype not in ((x.dtype,) if call.scale is None else QUANTIZED):
@@ -133,6 +134,8 @@ def balanced_gemm_problem(call: Call) -> str | None:
 def native_problem(call: Call) -> str | None:
     if call.fp8_from:
         return "rows of x are rounded to float8"
+    if call.center:
+        return "its norm is a LayerNorm"
     return None if call.scale is None else tiles_problem(call.weight)
 
 
@@ -197,7 +200,8 @@ define(
         name="fused_linear",
         schema="(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None, Tensor? norm=None, float eps=0.0,"
         ' float offset=0.0, bool cast_last=False, str activation="none", bool upcast=False, Tensor? residual=None,'
-        " bool normed=False, int fp8_from=0, bool glu=True, float alpha=1.0) -> Tensor",
+        " bool normed=False, int fp8_from=0, bool glu=True, float alpha=1.0,"
+        " Tensor? norm_bias=None, bool center=False) -> Tensor",
         reference=fused_linear,
         fake=fake,
         kernels=(

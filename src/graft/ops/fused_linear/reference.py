@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graft.ops.layer_norm.reference import layer_norm
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.swiglu.reference import ACTIVATIONS, swiglu
 from graft.weights.packing import dequantize
@@ -16,17 +17,22 @@ def fused_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
     residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0, glu: bool = True, alpha: float = 1.0,
+    norm_bias: Tensor | None = None, center: bool = False,
 ) -> Tensor:  # fmt: skip
     """x: [..., k]; weight: [n, k], or quantized with a scale (see packing); bias: [n]; norm: [k], of graft::rms_norm.
 
     normed: without `norm`, x is divided by its root mean square all the same: the norm's weight is in `weight`.
+    center: the norm is a LayerNorm, with norm_bias; without, an RMSNorm.
     activation: "none", or one of graft::swiglu: rows [:n/2] of the weight give the gate, the rest give up; without
     `glu` there is no gate, and it is of the result itself.
     residual: added last, [..., n] or [..., n/2], to `alpha` times the result.
     fp8_from: from so many tokens on, rows of what is multiplied are rounded to float8, each with a scale of its own;
     0: never.
     """
-    h = x if norm is None else rms_norm(x, norm, eps, offset, cast_last)
+    if center:
+        h = layer_norm(x, norm, norm_bias, eps)
+    else:
+        h = x if norm is None else rms_norm(x, norm, eps, offset, cast_last)
     if normed:
         h = rms_norm(x, x.new_ones(x.shape[-1]), eps)
     if scale is None:

@@ -83,6 +83,9 @@ def finish_half(
 
 
 def launch_scaled(call: LinearCall) -> Tensor:
+    from graft.ops.fused_linear.triton import uncentred
+
+    call = uncentred(call)
     return multiply_rounded(call, *round_rows(call, call.weight.shape[1]))
 
 

@@ -22,6 +22,7 @@ from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.round_rows import round_rows
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
 from graft.ops.launch import counters, pdl_supported, processors
+from graft.ops.layer_norm.triton import layer_norm_triton
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.reference import ACTIVATIONS
 from graft.ops.swiglu.triton import swiglu_triton
@@ -46,10 +47,12 @@ class LinearCall(NamedTuple):
     fp8_from: int = 0
     glu: bool = True
     alpha: float = 1.0
+    norm_bias: Tensor | None = None
+    center: bool = False
 
     @property
     def divided(self) -> bool:
-        """Whether x is divided by its root mean square."""
+        """Whether x is normed."""
         return self.normed or self.norm is not None
 
     @property
@@ -112,6 +115,7 @@ MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each
 
 
 def launch_matvec(call: LinearCall, how: Matvec) -> Tensor:
+    call = call if call.kind == "plain" else uncentred(call)
     tokens, k = call.x.shape
     n = call.rows
     out = room(call.x.device, call.x.dtype, tokens, n)
@@ -121,14 +125,14 @@ def launch_matvec(call: LinearCall, how: Matvec) -> Tensor:
     steps = triton.cdiv(width, tile)
     matvec_kernel[(triton.cdiv(n, how.rows),)](
         call.x, weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
-        or_x(call, call.residual), out, n, k, width // 8, -(-k // GROUP), call.x.stride(0), call.eps, call.shift,
-        call.alpha, TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
+        or_x(call, call.norm_bias), or_x(call, call.residual), out, n, k, width // 8, -(-k // GROUP),
+        call.x.stride(0), call.eps, call.shift, call.alpha, TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
         EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))),
         EVEN=width % tile == 0 and width * PARTS[call.kind] == k, KIND=call.kind, PARTS=PARTS[call.kind], FAST=fast,
         TOO_MUCH=TOO_MUCH.get(call.kind, 0.0) if fast else 0.0,
         BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.divided, WEIGHTED=call.norm is not None,
-        OFFSET=call.shift != 0, ACTIVATION=call.activation, GATED=call.gated, RESIDUAL=call.residual is not None,
-        PDL=pdl,
+        CENTER=call.center, SHIFTED=call.norm_bias is not None, OFFSET=call.shift != 0,
+        ACTIVATION=call.activation, GATED=call.gated, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -136,6 +140,7 @@ def launch_matvec(call: LinearCall, how: Matvec) -> Tensor:
 
 def launch_int4_gemm(call: LinearCall, how: Int4Gemm) -> Tensor:
     assert call.scale is not None
+    call = uncentred(call)
     tokens, k = call.x.shape
     out = room(call.x.device, call.x.dtype, tokens, call.rows)
     pdl = pdl_supported(call.x.device)
@@ -158,7 +163,7 @@ def launch_int4_gemm(call: LinearCall, how: Int4Gemm) -> Tensor:
 
 def launch_gemm(call: LinearCall, how: Gemm) -> Tensor:
     # in float16 a row times the norm's weight may be beyond 65,504 before it is divided by its root mean square
-    if call.divided and (not how.norm_inside or call.x.dtype is torch.float16):
+    if call.divided and (call.center or not how.norm_inside or call.x.dtype is torch.float16):
         call = without_norm(call)
     how = fitting(call, how)
     tokens, k = call.x.shape
@@ -183,6 +188,7 @@ def launch_gemm(call: LinearCall, how: Gemm) -> Tensor:
 
 def launch_integer_gemm(call: LinearCall, how: IntegerGemm) -> Tensor:
     assert call.scale is not None
+    call = uncentred(call)
     int4 = call.kind == "int4"
     tokens, width, n = call.x.shape[0], call.weight.shape[1], call.rows
     q, steps = round_rows(call, width * PARTS["int4"] if int4 else width)
@@ -280,10 +286,20 @@ def library(call: LinearCall) -> Tensor:
 
 def without_norm(call: LinearCall) -> LinearCall:
     """The call on rows that are normed already."""
+    if call.center:
+        return uncentred(call)
     k, dtype, device = call.x.shape[1], call.x.dtype, call.x.device
     norm = ones(k, dtype, device) if call.norm is None else call.norm
     x = rms_norm_triton(call.x, norm, call.eps, call.offset, call.cast_last)
     return call._replace(x=x, norm=None, eps=0.0, offset=0.0, cast_last=False, normed=False)
+
+
+def uncentred(call: LinearCall) -> LinearCall:
+    """A LayerNorm is in matvec alone, of plain weights: the others get rows that are normed already."""
+    if not call.center:
+        return call
+    x = layer_norm_triton(call.x, call.norm, call.norm_bias, call.eps)
+    return call._replace(x=x, norm=None, norm_bias=None, eps=0.0, center=False)
 
 
 @cache

@@ -35,8 +35,11 @@ def fused(
 
 
 def check_norm(match: Match) -> None:
+    check_taken(match, next(node for node in match.nodes if is_op(node, NORM)))
+
+
+def check_taken(match: Match, norm: Node) -> None:
     """All that read the norm must take it, or it would be computed for nothing."""
-    norm = next(node for node in match.nodes if is_op(node, NORM))
     readers = list(norm.users)
     check_readers(norm, readers)
     kinds = {"the input": match.tensors["x"], "the norm's weight": match.tensors["norm"]}

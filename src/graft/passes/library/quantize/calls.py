@@ -66,6 +66,8 @@ def check_call(node: Node) -> None:
 def norm_of(gm: GraphModule, given: dict[str, Any]) -> tuple[str, float]:
     """The weight of the norm that goes into the GEMM's, and what is added to it; or neither: it may change."""
     norm = given["norm"]
+    if given["center"]:
+        return "", 0.0
     if not isinstance(norm, Node) or norm.op != "get_attr":
         return "", 0.0
     if not isinstance(attribute(gm, str(norm.target)), torch.nn.Parameter):
