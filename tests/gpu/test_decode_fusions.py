@@ -13,6 +13,8 @@ from graft.passes.config import load_config
 NEW = 16
 LENGTHS = (1, 5, 13, 30)
 DECODE = [name for name, settings in load_config().transforms.items() if hasattr(settings, "devices")]
+# routers that compute in float32 cast their weights, unless the model is in float32: plain linear layers then
+ROUTERS = {"deepseek-v2": 1, "deepseek-v3": 1}
 OFF = {"transforms": {name: {"enabled": False} for name in DECODE}}
 
 
@@ -31,7 +33,8 @@ def tokens(llm):
 def test_counts_and_greedy_tokens_on_a_gpu(family):
     model = load_model(f"tiny-{family}", dtype="float32", device="cuda")
     fused, plain = graft.LLM(model, kv_cache_memory="64MiB"), graft.LLM(model, config=OFF, kv_cache_memory="64MiB")
-    expected = model.family.expected_matches(model.layers, gpu=True)
+    expected = dict(model.family.expected_matches(model.layers, gpu=True))
+    expected["dispatch_linear"] += ROUTERS.get(family, 0)
     records = fused.report.transforms
     assert {n: len(records[n].matches) for n in DECODE} == {n: expected[n] for n in DECODE}
     assert all(record.matches or record.reason for record in (records[name] for name in DECODE))

@@ -46,57 +46,45 @@ def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, EIGHTHS: tl.constexpr):
 
 @triton.jit
 def load_token(
-    x, norm, token, column, k, stride_x, offset, squares, sums, NORM: tl.constexpr, WEIGHTED: tl.constexpr,
-    CENTER: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
+    x, norm, norm_bias, token, column, k, stride_x, offset, squares, moments, NORM: tl.constexpr,
+    WEIGHTED: tl.constexpr, CENTER: tl.constexpr, SHIFTED: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """Values of one token, [BK], times the norm's weight; its squares are added to `squares`, for a mean they to
-    `sums`."""
+    """Values of one token, [BK], times the norm's weight, and its squares added to `squares`; of a LayerNorm the
+    normed values, as `moments` has them."""
     mask = None if EVEN else column < k
     other = None if EVEN else 0.0
     h = as_float(tl.load(x + token * stride_x + column, mask=mask, other=other), FAST)
-    if NORM:
-        squares += by_eights(h * h)
     if CENTER:
-        sums += by_eights(h)
+        h = (h - moments[0]) * moments[1]
+    elif NORM:
+        squares += by_eights(h * h)
     if WEIGHTED:
         g = as_float(tl.load(norm + column, mask=mask, other=other), FAST)
         h *= g + offset if OFFSET else g
-    return h, squares, sums
-
-
-@triton.jit
-def add_sides(
-    sides, w, v, norm, norm_bias, column, k, WEIGHTED: tl.constexpr, SHIFTED: tl.constexpr, GATED: tl.constexpr,
-    EVEN: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """What a LayerNorm needs of a tile beside the products with its weight times x: those with its weight alone, by
-    which the mean is taken off, and with its bias. sides: both, of the gate's or only rows and of up's."""
-    mask = None if EVEN else column < k
-    other = None if EVEN else 0.0
-    u, c, up_u, up_c = sides
-    w, v = as_float(w, FAST), as_float(v, FAST)
-    g = tl.full([column.shape[0]], 1.0, tl.float32)
-    if WEIGHTED:
-        g = as_float(tl.load(norm + column, mask=mask, other=other), FAST)
-    u += by_eights(w * g[None, :])
-    if GATED:
-        up_u += by_eights(v * g[None, :])
     if SHIFTED:
-        b = as_float(tl.load(norm_bias + column, mask=mask, other=other), FAST)
-        c += by_eights(w * b[None, :])
-        if GATED:
-            up_c += by_eights(v * b[None, :])
-    return u, c, up_u, up_c
+        h += as_float(tl.load(norm_bias + column, mask=mask, other=other), FAST)
+    return h, squares
 
 
 @triton.jit
-def centred(own, u, c, sums, squares, k, eps):
-    """(own - mean * u) / deviation + c of one token, [BN]: a LayerNorm's rows times a weight, as sums that each need
-    one pass. own, u, c: [BN, EIGHTHS]; sums, squares: of x, [EIGHTHS]."""
-    mean = tl.sum(sums, axis=0) / k
+def moments_of(
+    x, token, lane, k, stride_x, eps, BK: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
+    """Mean and 1 / deviation of a token, which every program reads whole anyway: one exchange between threads, while
+    tiles of the weight are on their way."""
+    total = tl.zeros([BK // 8], tl.float32)
+    squares = tl.zeros([BK // 8], tl.float32)
+    for step in tl.static_range(STEPS):
+        column = step * BK + lane
+        mask = None if EVEN else column < k
+        other = None if EVEN else 0.0
+        h = as_float(tl.load(x + token * stride_x + column, mask=mask, other=other), FAST)
+        total += by_eights(h)
+        squares += by_eights(h * h)
+    mean, square = tl.split(tl.sum(tl.join(total, squares), axis=0) / k)
     # in float32: what is lost is mean² / variance * 1e-7 of it
-    variance = tl.maximum(tl.sum(squares, axis=0) / k - mean * mean, 0.0)
-    return (tl.sum(own, axis=1) - mean * tl.sum(u, axis=1)) * tl.rsqrt(variance + eps) + tl.sum(c, axis=1)
+    return mean, tl.rsqrt(tl.maximum(square - mean * mean, 0.0) + eps)
 
 
 @triton.jit
@@ -118,10 +106,10 @@ def group_scales(scale, row, first, n, groups, BK: tl.constexpr, PART: tl.conste
 
 @triton.jit
 def add_tile(
-    ys, ups, squares, sums, w, v, x, norm, scale, row, first, lane, n, k, groups, stride_x, offset,
-    TOKENS: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
-    TOO_MUCH: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, CENTER: tl.constexpr, OFFSET: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr,
+    ys, ups, squares, sums, moments, w, v, x, norm, norm_bias, scale, row, first, lane, n, k, groups, stride_x,
+    offset, TOKENS: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+    TOO_MUCH: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, CENTER: tl.constexpr, SHIFTED: tl.constexpr,
+    OFFSET: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of the rows for every token: each part of its words with the values of x that it meets."""
     qs = widen(w, KIND, FAST)
@@ -134,9 +122,10 @@ def add_tile(
         y, up, square, total = ys[token], ups[token], squares[token], sums[token]
         for part in tl.static_range(PARTS):
             column = columns_of(first, lane, part, KIND)
-            h, square, total = load_token(
-                x, norm, token, column, k, stride_x, offset, square, total, NORM, WEIGHTED, CENTER, OFFSET, EVEN, FAST
-            )
+            h, square = load_token(
+                x, norm, norm_bias, token, column, k, stride_x, offset, square, moments[token], NORM, WEIGHTED, CENTER,
+                SHIFTED, OFFSET, EVEN, FAST,
+            )  # fmt: skip
             product = by_eights(qs[part] * h[None, :])  # [BN, BK / 8]
             product_up = by_eights(rs[part] * h[None, :]) if GATED else product
             if KIND == "int4":
@@ -220,40 +209,28 @@ def matvec_kernel(
         above += n.to(tl.int64) * width
     ws = load_tiles(weight, row, lane, n, width, 0, EARLY, BK, EVEN)
     vs = load_tiles(above, row, lane, n, width, 0, EARLY if GATED else 0, BK, EVEN)
-    nothing = tl.zeros([BN, BK // 8], tl.float32)
-    sides = (nothing, nothing, nothing, nothing)
-    if CENTER:  # of weights alone, so ahead of the wait
-        for step in tl.static_range(EARLY):
-            sides = add_sides(
-                sides, ws[step], vs[step] if GATED else ws[step], norm, norm_bias, step * BK + lane, k, WEIGHTED,
-                SHIFTED, GATED, EVEN, FAST,
-            )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
+    moments = ()
+    for token in tl.static_range(TOKENS):
+        moments = moments + (
+            moments_of(x, token, lane, k, stride_x, eps, BK, STEPS, EVEN, FAST) if CENTER else (0.0, 1.0),
+        )
     ys, ups, squares, sums = nothing_yet(TOKENS, BN, BK // 8)
     for step in tl.static_range(STEPS):
         if step + EARLY < STEPS:
             ws = ws + load_tiles(weight, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
             if GATED:
                 vs = vs + load_tiles(above, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
-        if CENTER and step >= EARLY:
-            sides = add_sides(
-                sides, ws[step], vs[step] if GATED else ws[step], norm, norm_bias, step * BK + lane, k, WEIGHTED,
-                SHIFTED, GATED, EVEN, FAST,
-            )  # fmt: skip
         ys, ups, squares, sums = add_tile(
-            ys, ups, squares, sums, ws[step], vs[step] if GATED else ws[step], x, norm, scale, row, step * BK, lane,
-            n, k, groups, stride_x, offset, TOKENS, BK, KIND, PARTS, FAST, TOO_MUCH, NORM, WEIGHTED, CENTER, OFFSET,
-            GATED, EVEN,
+            ys, ups, squares, sums, moments, ws[step], vs[step] if GATED else ws[step], x, norm, norm_bias, scale, row,
+            step * BK, lane, n, k, groups, stride_x, offset, TOKENS, BK, KIND, PARTS, FAST, TOO_MUCH, NORM, WEIGHTED,
+            CENTER, SHIFTED, OFFSET, GATED, EVEN,
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
         own, own_up = ys[token], ups[token]
         if KIND != "int4" and TOO_MUCH > 0:
             own -= TOO_MUCH * sums[token][None, :]
             own_up -= TOO_MUCH * sums[token][None, :]
-        if CENTER:
-            y = centred(own, sides[0], sides[1], sums[token], squares[token], k, eps)
-            up = centred(own_up, sides[2], sides[3], sums[token], squares[token], k, eps) if GATED else y
-        else:
-            y, up = sum_rows(own, own_up, squares[token], k, eps, NORM, GATED)
+        y, up = sum_rows(own, own_up, squares[token], k, eps, NORM and not CENTER, GATED)
         finish(y, up, bias, scale, residual, alpha, out, row, token, n, ACTIVATION, GATED, BIAS, SCALE, RESIDUAL)

@@ -9,12 +9,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.ir.edit import attribute
-from graft.ir.nodes import calls, tensor_of, tensor_val, where
+from graft.ir.nodes import calls, is_op, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.base import Context, TransformConfig
 from graft.passes.library.matvec.linears import DecodeConfig, elsewhere
 from graft.passes.registry import TransformRegistry
 from graft.passes.rewriter import Rewriter, RewriteRun
+
+CAST = torch.ops.aten.to.dtype
 
 
 @TransformRegistry.register("fold_constants")
@@ -24,8 +26,9 @@ class FoldConstants(Rewriter):
     before:  %g = add(%weight, 1.0);  %y = graft.layer_norm(%x, %g, %bias, eps)
     after:   %y = graft.layer_norm(%x, %g_folded, %bias, eps)
 
-    Elementwise calls on vectors (Nemotron adds 1 to each norm's weight, a kernel a norm in every step). Matrices
-    stay: folded they would be a second copy. Numerics: bitwise, since the call itself runs.
+    Elementwise calls and casts of vectors (Nemotron adds 1 to each norm's weight, Qwen3-Next takes -exp of a layer's
+    decays: kernels in every step). Matrices stay: folded they would be a second copy. Numerics: bitwise, since the
+    calls themselves run.
 
     A walk: which calls they are does not matter, but what they read.
     """
@@ -67,7 +70,7 @@ class FoldConstants(Rewriter):
 
 def reads_weights(node: Node, folded: Collection[Node]) -> bool:
     inputs = node.all_input_nodes
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    pointwise = is_op(node, CAST) or torch.Tag.pointwise in getattr(node.target, "tags", ())
     given = all(one.op == "get_attr" or one in folded for one in inputs)
     return bool(inputs) and given and pointwise and tensor_val(node) is not None
 

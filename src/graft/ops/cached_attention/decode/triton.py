@@ -58,6 +58,7 @@ EARLY_PROGRAMS = 64  # sequences times key-value heads: with more the device is 
 EARLY_CONTEXT = 2048  # tokens that the block tables have room for
 EARLY_TILE = 256
 EARLY_BYTES = 32768  # of keys, and as much of values, in registers
+EARLY_WARPS = 8
 
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
@@ -147,7 +148,7 @@ def split_kv(
     if early:
         tile = max(16, min(EARLY_TILE, EARLY_BYTES // call.row))
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
-        built: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
+        built: dict[str, Any] = {"num_warps": EARLY_WARPS, "num_stages": 1}
     else:
         programs = n * kv if splits is None else max(n * kv, FEW_PROGRAMS + 1)
         tile, built = tiles_for(programs, call.row, call.twice)
