@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-CODE = '''"""Squared-ReLU MLP with a gate, a residual that is gated by the block's input, a norm scaled by logits."""
+CODE = '''"""MLP gated by a cubed ReLU, a residual that is gated by the block's input, a norm scaled by logits."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class NovelConfig(LlamaConfig):
     model_type = "novel"
 
 
-class SquaredReluMlp(nn.Module):
+class CubedReluMlp(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -29,7 +29,7 @@ class SquaredReluMlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(torch.relu(self.gate_proj(x)).pow(2) * self.up_proj(x))
+        return self.down_proj(torch.relu(self.gate_proj(x)).pow(3) * self.up_proj(x))
 
 
 class LogitScaledNorm(nn.Module):
@@ -47,7 +47,7 @@ class LogitScaledNorm(nn.Module):
 class NovelLayer(LlamaDecoderLayer):
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
-        self.mlp = SquaredReluMlp(config)
+        self.mlp = CubedReluMlp(config)
         self.input_layernorm = LogitScaledNorm(config)
         self.post_attention_layernorm = LogitScaledNorm(config)
         self.gate = nn.Linear(config.hidden_size, config.hidden_size, bias=False)

@@ -192,7 +192,7 @@ def test_the_command_prints_one_document(tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_three_novel_blocks_of_the_example_are_candidates(tmp_path, monkeypatch):
-    """Squared ReLU, the gated residual with the norm behind it, the scaled norm: each gets kernels of its own."""
+    """The cubed ReLU, the gated residual with the norm behind it, the scaled norm: each gets kernels of its own."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     write_model = importlib.import_module("novel_blocks").write_model
     write_model(tmp_path / "novel", hidden=32, layers=2)

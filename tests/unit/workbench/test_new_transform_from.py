@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from test_discover import GatedResidual, LogitScaledNorm, Silu, SquaredReluMLP, Stack, graph_of, transformed
+from test_discover import CubedReluMLP, GatedResidual, LogitScaledNorm, Silu, Stack, graph_of, transformed
 from torch import nn
 from typer.testing import CliRunner
 
@@ -17,7 +17,7 @@ from graft.workbench.discover import discover, discover_model
 from graft.workbench.scaffold.candidate import existing_call, read_seed, seed_of
 from graft.workbench.scaffold.plan import transform_from
 
-BLOCKS = {"fuse_squared_relu": SquaredReluMLP, "fuse_gated": GatedResidual, "fuse_scaled_norm": LogitScaledNorm}
+BLOCKS = {"fuse_cubed_relu": CubedReluMLP, "fuse_gated": GatedResidual, "fuse_scaled_norm": LogitScaledNorm}
 
 
 def seed(block, model="Stack"):

@@ -65,7 +65,7 @@ def test_novel_blocks_match_their_models_and_pass_their_tests(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{here}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     ran = run_python("-c", COMPILE, cwd=tmp_path, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.split()[:2] == ["fuse_squared_relu", "3"] and ran.stdout.count("\n") == 3
+    assert ran.stdout.split()[:2] == ["fuse_cubed_relu", "3"] and ran.stdout.count("\n") == 3
 
 
 @pytest.mark.exhaustive

@@ -123,8 +123,8 @@ def add_tile(
         for part in tl.static_range(PARTS):
             column = columns_of(first, lane, part, KIND)
             h, square = load_token(
-                x, norm, norm_bias, token, column, k, stride_x, offset, square, moments[token], NORM, WEIGHTED, CENTER,
-                SHIFTED, OFFSET, EVEN, FAST,
+                x, norm, norm_bias, token, column, k, stride_x, offset, square, moments[token], NORM, WEIGHTED,
+                CENTER, SHIFTED, OFFSET, EVEN, FAST,
             )  # fmt: skip
             product = by_eights(qs[part] * h[None, :])  # [BN, BK / 8]
             product_up = by_eights(rs[part] * h[None, :]) if GATED else product
@@ -223,9 +223,9 @@ def matvec_kernel(
             if GATED:
                 vs = vs + load_tiles(above, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
         ys, ups, squares, sums = add_tile(
-            ys, ups, squares, sums, moments, ws[step], vs[step] if GATED else ws[step], x, norm, norm_bias, scale, row,
-            step * BK, lane, n, k, groups, stride_x, offset, TOKENS, BK, KIND, PARTS, FAST, TOO_MUCH, NORM, WEIGHTED,
-            CENTER, SHIFTED, OFFSET, GATED, EVEN,
+            ys, ups, squares, sums, moments, ws[step], vs[step] if GATED else ws[step], x, norm, norm_bias, scale,
+            row, step * BK, lane, n, k, groups, stride_x, offset, TOKENS, BK, KIND, PARTS, FAST, TOO_MUCH, NORM,
+            WEIGHTED, CENTER, SHIFTED, OFFSET, GATED, EVEN,
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
         own, own_up = ys[token], ups[token]

@@ -139,8 +139,8 @@ def launch_matvec(call: LinearCall, how: Matvec) -> Tensor:
 
 
 def launch_int4_gemm(call: LinearCall, how: Int4Gemm) -> Tensor:
-    assert call.scale is not None
     call = uncentred(call)
+    assert call.scale is not None
     tokens, k = call.x.shape
     out = room(call.x.device, call.x.dtype, tokens, call.rows)
     pdl = pdl_supported(call.x.device)
@@ -187,8 +187,8 @@ def launch_gemm(call: LinearCall, how: Gemm) -> Tensor:
 
 
 def launch_integer_gemm(call: LinearCall, how: IntegerGemm) -> Tensor:
-    assert call.scale is not None
     call = uncentred(call)
+    assert call.scale is not None
     int4 = call.kind == "int4"
     tokens, width, n = call.x.shape[0], call.weight.shape[1], call.rows
     q, steps = round_rows(call, width * PARTS["int4"] if int4 else width)

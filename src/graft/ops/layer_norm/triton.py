@@ -18,20 +18,16 @@ def layer_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < d
-    if HAS_WEIGHT:
-        w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        b = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32)
+    # of weights alone, so ahead of the wait
+    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
+    b = tl.load(bias + cols, mask=mask, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     h = tl.load(x + row * stride_row + cols, mask=mask, other=0.0).to(tl.float32)
     centred = tl.where(mask, h - tl.sum(h, axis=0) / d, 0.0)
     y = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / d + eps)
-    if HAS_WEIGHT:
-        y = y * w
-    if HAS_BIAS:
-        y = y + b
+    y = y * w + b
     tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
 
 

@@ -41,6 +41,8 @@ def activated(x: Tensor) -> Tensor:
         silu=lambda: F.silu(x),
         gelu_tanh=lambda: F.gelu(x, approximate="tanh"),
         gelu=lambda: F.gelu(x),
+        relu_squared=lambda: one_of(lambda: F.relu(x).pow(2), lambda: torch.square(F.relu(x))),
+        relu=lambda: F.relu(x),
     )
 
 
@@ -84,10 +86,6 @@ def quick_gelu(gate: Tensor, up: Tensor, slope: float) -> Tensor:
     return gate * torch.sigmoid(slope * gate) * up
 
 
-def squared_relu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.relu(gate).pow(2) * up
-
-
 def same_kind(match: Match) -> None:
     gate, up = tensor_val(match.tensors["gate"]), tensor_val(match.tensors["up"])
     if gate is None or up is None or not same_shape(gate, up):
@@ -115,12 +113,9 @@ def is_float(match: Match) -> None:
 
 SHAPES = {"gate": "b s d", "up": "b s d"}
 WIDE = {"gate": "b s d : float32", "up": "b s d : float32"}
-ACTIVATION = any_of(aten.silu.default, aten.gelu.default)
+ACTIVATION = any_of(aten.silu.default, aten.gelu.default, aten.relu.default)
 TANH = (aten.tanh.default, aten.pow.Tensor_Scalar)
-REFUSED = (
-    (quick_gelu, (aten.sigmoid.default,), "x * sigmoid(c * x) is quick_gelu, whose values are not those of silu"),
-    (squared_relu, (aten.relu.default,), "relu squared is none of the activations of graft::swiglu"),
-)
+QUICK = "x * sigmoid(c * x) is quick_gelu, whose values are not those of silu"
 # the kernels of 16-bit activations are float32 inside, but may take another path for the last few values of a row:
 # what is rounded after the activation, or spelled by hand, is not exact
 REWRITES = (
@@ -131,7 +126,7 @@ REWRITES = (
     Rewrite(silu_by_hand, silu_fused, SHAPES, same_kind, needs=(aten.sigmoid.default,), exact=False),
     Rewrite(gelu_tanh_by_hand, gelu_tanh_fused, WIDE, is_float, needs=TANH, exact=False),
     Rewrite(gelu_by_hand, gelu_fused, WIDE, is_float, needs=(aten.erf.default,), exact=False),
-    *(Rewrite(other, other, SHAPES, needs=needs, refuse=reason) for other, needs, reason in REFUSED),
+    Rewrite(quick_gelu, quick_gelu, SHAPES, needs=(aten.sigmoid.default,), refuse=QUICK),
 )
 
 
@@ -139,7 +134,7 @@ REWRITES = (
 class FuseSwiGLU(PatternTransform):
     """activation(gate) * up becomes one op.
 
-    before:  %a = silu(%gate);  %y = mul(%a, %up)          (or gelu, tanh or erf form; operands in either order)
+    before:  %a = silu(%gate);  %y = mul(%a, %up)          (or gelu in any form, relu or its square; in either order)
     after:   %y = graft.swiglu(%gate, %up)
 
     Numerics: bitwise with the reference; the Triton kernel computes the activation in float32 and rounds it to the

@@ -74,6 +74,9 @@ EXACT = {
     "up first": lambda g, u: u * F.silu(g),
     "gelu": lambda g, u: F.gelu(g) * u,
     "gelu tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "relu": lambda g, u: F.relu(g) * u,
+    "relu squared": lambda g, u: F.relu(g).square() * u,
+    "relu to the power of 2": lambda g, u: u * torch.pow(F.relu(g), 2),
     "silu in float32": lambda g, u: (F.silu(g.float()) * u.float()).to(g.dtype),
     "gelu in float32": lambda g, u: (F.gelu(g.float()) * u.float()).to(g.dtype),
     "gelu tanh in float32": lambda g, u: (F.gelu(g.float(), approximate="tanh") * u.float()).to(g.dtype),
@@ -132,7 +135,7 @@ def silu_twice(g, u):
 
 NEGATIVES = {
     "quick_gelu": (lambda g, u: g * torch.sigmoid(1.702 * g) * u, "is quick_gelu"),
-    "relu squared": (lambda g, u: F.relu(g).square() * u, "relu squared"),
+    "relu cubed": (lambda g, u: F.relu(g).pow(3) * u, "expected the value 2, found 3"),
     "other constants": (
         lambda g, u: 0.5 * g * (1 + torch.tanh(0.79788456 * (g + 0.044715 * g**3))) * u,
         "expected the value 0.7978845608028654, found 0.79788456",

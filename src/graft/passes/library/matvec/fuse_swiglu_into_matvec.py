@@ -16,7 +16,7 @@ ops = torch.ops.graft
 
 
 def gated(
-    x: Tensor, weight: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"], upcast: bool,
+    x: Tensor, weight: Tensor, activation: Literal["silu", "gelu", "gelu_tanh", "relu_squared", "relu"], upcast: bool,
     bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
     cast_last: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -25,7 +25,7 @@ def gated(
 
 
 def gate_last(
-    x: Tensor, weight: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"], upcast: bool,
+    x: Tensor, weight: Tensor, activation: Literal["silu", "gelu", "gelu_tanh", "relu_squared", "relu"], upcast: bool,
     bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
     cast_last: bool = False,
 ) -> Tensor:  # fmt: skip
