@@ -25,6 +25,21 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_wide(at, mask):
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed(h, scale, weight, offset, dtype: tl.constexpr, CAST_LAST: tl.constexpr):
+    """h times `scale`, one by its root mean square, and times a norm's weight: in float32, rounded as eager does."""
+    if CAST_LAST:
+        y = h * scale * (weight + offset)
+    else:
+        y = weight * (h * scale).to(dtype).to(tl.float32)
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def quotient(x, y):
     """x / y to two units in the last place, as `/` gives it, in half of its instructions; 0 for y beyond 2^126."""
     if PTX:

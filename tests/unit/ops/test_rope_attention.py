@@ -5,6 +5,7 @@ Without a GPU the Triton kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from graft.ops import OPS, choose
 from graft.ops.cached_attention import op as reading
+from graft.ops.cached_attention.decode import triton as decode
 from graft.ops.paged_batches import make
 from graft.ops.rope_attention import op
 from graft.ops.rope_kv_write import op as writing
@@ -123,7 +125,37 @@ def test_whatever_a_kernel_takes_it_computes(old, r, interleaved, norm, options)
     able = [kernel for kernel in SPEC.kernels if takes(kernel.name, args)]
     ran = [kernel.name for kernel in able if agrees(kernel.run, args)]
     assert ran == [kernel.name for kernel in able]
-    assert "steps" in ran
+    assert {"whole", "steps"} <= set(ran)
+
+
+WAYS = {"early": {"early": True}, "split": {"early": False, "even": False}, "balanced": {"even": True}}
+TURNS = {
+    "halves": {},
+    "a part": {"r": 8},
+    "pairs of a part": {"r": 12, "interleaved": True},
+    "norms": {"norm": True},
+    "norms, pairs": {"norm": True, "interleaved": True},
+    "norms, a part": {"norm": True, "r": 4},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("turn", TURNS)
+def test_every_kernel_of_decoding_turns_heads_as_the_model_does(way, turn):
+    args = batch((1, 1, 1), (300, 0, 16), 6, 2, 24, **TURNS[turn])
+    run = partial(whole_by, WAYS[way])
+    assert agrees(run, args)
+    for name in ("cos", "q_norm", "k_norm"):
+        if args[AT[name]] is not None:
+            wrong = cloned(args)
+            wrong[AT[name]] = wrong[AT[name]] * 1.01
+            assert not agrees(run, args, wrong), f"a percent of {name} is seen"
+
+
+def whole_by(way, *given):
+    """run_whole by a kernel that the shapes would not choose."""
+    with mock.patch.object(decode, "split_kv", partial(decode.split_kv, **way)):
+        return op.run_whole(*given)
 
 
 @pytest.mark.some(1)
@@ -133,10 +165,18 @@ def test_prompts_take_the_two_kernels_that_it_replaces(new, old):
     assert chosen(*args) == "steps" and agrees(op.run_steps, args)
 
 
-@pytest.mark.parametrize("angles", [torch.float16, torch.float32])
-def test_16_bit_keys_are_rounded_as_the_reference_rounds_them(angles):
+@pytest.mark.parametrize(
+    ("angles", "turn"),
+    [
+        (torch.float16, {}),
+        (torch.float32, {}),
+        (torch.float16, {"r": 8}),
+        (torch.float16, {"r": 12, "interleaved": True}),
+    ],
+)
+def test_16_bit_keys_are_rounded_as_the_reference_rounds_them(angles, turn):
     """Bit for bit in the cache, so that it does not matter which kernel wrote a token; elsewhere nothing changes."""
-    given = batch((1, 1), (300, 40), 4, 2, 16)
+    given = batch((1, 1), (300, 40), 4, 2, 16, **turn)
     args = [a.half() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in given]
     args[3:5] = [t.to(angles) for t in args[3:5]]
     mine, theirs, before = cloned(args), cloned(args), cloned(args)

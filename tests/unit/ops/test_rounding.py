@@ -15,8 +15,11 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from graft.ops.cached_attention.decode_call import Turn
 from graft.ops.cached_attention.newest.triton import rotate
 from graft.ops.rope.triton import rotate_pairs
+
+TURN = tl.constexpr(Turn(True, True, 128))
 
 @triton.jit
 def pairs(x, cos, sin, out, dtype: tl.constexpr):
@@ -30,7 +33,7 @@ def pairs(x, cos, sin, out, dtype: tl.constexpr):
 def newest(x, cos, sin, out, dtype: tl.constexpr):
     i = tl.arange(0, 128)
     head = (tl.load(x + i), tl.load(x + (i + 64) % 128), tl.load(cos + i), tl.load(sin + i))
-    tl.store(out + i, rotate(head, i, 128, dtype, True))
+    tl.store(out + i, rotate(head, i, 0.0, 0.0, 128, dtype, TURN, False))
 
 @triton.jit
 def plain(x, cos, sin, out, dtype: tl.constexpr):

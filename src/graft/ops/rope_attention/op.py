@@ -30,11 +30,7 @@ def steps_problem(call: Call) -> str | None:
 
 
 def whole_problem(call: Call) -> str | None:
-    """One kernel: sequences that decode, heads that rotate by half."""
-    if call.q_norm is not None or call.k_norm is not None or call.interleaved:
-        return "heads are normed, or turn in pairs"
-    if call.cos.shape[-1] != call.q.shape[-1]:
-        return "heads turn in part"
+    """One kernel, for sequences that decode."""
     return triton_problem(call) or dtype_problem(call)
 
 
@@ -45,12 +41,13 @@ def whole_call_problem(call: Call) -> str | None:
 def run_whole(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
     token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, *_: Any,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, *how: Any,
 ) -> Tensor:  # fmt: skip
     from graft.ops.cached_attention.decode.triton import split_kv
+    from graft.ops.cached_attention.decode_call import Rotation
 
-    cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
-    rotation = (k, v, cos, sin)
+    cos, sin = ((t if t.stride(-1) == 1 else t.contiguous()).expand(1, 1, q.shape[2], -1) for t in (cos, sin))
+    rotation = Rotation(k, v, cos, sin, *how)
     return split_kv(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, rotation=rotation)
 
 

@@ -17,19 +17,9 @@ from graft.ops.cached_attention.tiles.triton import scale_of
 from graft.ops.launch import pdl_supported
 from graft.ops.paged_cache import block_of
 from graft.ops.rope.triton import rotate_pairs
+from graft.ops.triton_math import load_wide, normed
 
 FEW = 1024  # heads of all tokens: up to here one head a program, all of them at once (8 programs an SM)
-
-
-@triton.jit
-def normed(h, scale, weight, cols, mask, offset, dtype: tl.constexpr, CAST_LAST: tl.constexpr):
-    """Values of a head after the norm, rounded to the working dtype as eager does."""
-    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    if CAST_LAST:
-        y = h * scale * (w + offset)
-    else:
-        y = w * (h * scale).to(dtype).to(tl.float32)
-    return y.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -50,17 +40,16 @@ def turn_heads(
         one, two = cols, r // 2 + cols
     source += head * s_source
     target += head * s_target
-    first = tl.load(source + one, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + two, mask=mask, other=0.0).to(tl.float32)
+    first, second = load_wide(source + one, mask), load_wide(source + two, mask)
     rest = r + tl.arange(0, REST)[None, :]  # none of them below d where the whole head rotates
     passing = rest < d
-    tail = tl.load(source + rest, mask=(head < heads) & passing, other=0.0).to(tl.float32)
+    tail = load_wide(source + rest, (head < heads) & passing)
     if NORM:
         total = tl.sum(first * first + second * second, axis=1) + tl.sum(tail * tail, axis=1)
         scale = tl.rsqrt(total / d + eps)[:, None]
-        first = normed(first, scale, weight, one, rotating, offset, dtype, CAST_LAST)
-        second = normed(second, scale, weight, two, rotating, offset, dtype, CAST_LAST)
-        tail = normed(tail, scale, weight, rest, passing, offset, dtype, CAST_LAST)
+        first = normed(first, scale, load_wide(weight + one, rotating), offset, dtype, CAST_LAST)
+        second = normed(second, scale, load_wide(weight + two, rotating), offset, dtype, CAST_LAST)
+        tail = normed(tail, scale, load_wide(weight + rest, passing), offset, dtype, CAST_LAST)
     first, second = rotate_pairs(first, second, cos, sin, one, two, rotating, dtype, ROUND)
     first, second, tail = first.to(dtype), second.to(dtype), tail.to(dtype)
     if target.dtype.element_ty == tl.float8e4nv:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.cached_attention.decode_call import decode_call
+from graft.ops.cached_attention.decode_call import Rotation, decode_call
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import load_columns, only_part
 from graft.ops.cached_attention.tiles.triton import (
@@ -105,9 +105,9 @@ def put_shares_together(
 
 @triton.jit
 def attend(
-    queries, new, newest, caches, table, low, high, length, first, kv, scale, softcap, d: tl.constexpr,
+    queries, new, own, newest, caches, table, low, high, length, first, kv, scale, softcap, d: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ROTATES: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    TURN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The running maximum [m], sum [m] and weighted values [m, d] over the positions low … high of one context."""
     block = blocks_of(table, low + tl.arange(0, TILE), length, BLOCK, WIDE)
@@ -128,7 +128,7 @@ def attend(
         )
     result = settled_columns(result, second, caches[1])
     if (high == length) & (length > 0):  # the newest token is among them
-        key, value = keep_new(new, newest, d, D, ROTATES, ROUND)
+        key, value = keep_new(new, own, newest, d, D, TURN)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     return best, total, result
 
@@ -163,14 +163,15 @@ def leave_share(
 
 @triton.jit(do_not_specialize=[*UNSPECIAL, "rows"], do_not_specialize_on_alignment=UNALIGNED)
 def balanced_kernel(
-    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin,
-    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, rows,
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin, q_norm, k_norm,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, eps,
+    offset, rows,
     d: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROTATES: as in the early kernel."""
+    """TURN: as in the early kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     every = tl.arange(0, ROWS_PAD)
@@ -198,12 +199,15 @@ def balanced_kernel(
         table = block_tables + row * s_table
         newest = newest_of(caches, table, length, kv, BLOCK)
         source = q + (kv * GROUP + group)[:, None] * sq_h + row * sq_t
-        own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-        queries = operand(take_queries(source, q_mask, own, d, D, ROTATES, ROUND), k_cache)
-        new = load_new(own, newest, d, D, ROTATES)
+        own = (
+            k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t, q_norm,
+            k_norm, eps, offset,
+        )  # fmt: skip
+        queries = operand(take_queries(source, q_mask, own, d, D, TURN), k_cache)
+        new = load_new(own, newest, d, D, TURN)
         best, total, result = attend(
-            queries, new, newest, caches, table, low, high, length, first, kv, scale, softcap,
-            d, D, BLOCK, TILE, HAS_WINDOW, HAS_SOFTCAP, ROTATES, ROUND, WIDE,
+            queries, new, own, newest, caches, table, low, high, length, first, kv, scale, softcap,
+            d, D, BLOCK, TILE, HAS_WINDOW, HAS_SOFTCAP, TURN, WIDE,
         )  # fmt: skip
         flat = (row * KV + kv) * GROUP
         if stop - at == own_tiles:
@@ -226,7 +230,7 @@ def balanced_kernel(
 def balanced(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    out: Tensor | None = None, rotation: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    out: Tensor | None = None, rotation: Rotation | None = None,
     programs: int | None = None,
 ) -> Tensor:  # fmt: skip
     """As split_kv (decode/triton.py). programs: else as many as run at once."""

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.cached_attention.balanced.triton import MOST_ROWS, balanced
-from graft.ops.cached_attention.decode_call import decode_call
+from graft.ops.cached_attention.decode_call import Rotation, decode_call
 from graft.ops.cached_attention.early.triton import early_kernel
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
@@ -63,14 +63,15 @@ EARLY_WARPS = 8
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
 def split_kv_kernel(
-    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin,
-    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin, q_norm, k_norm,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, eps,
+    offset, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROTATES: as in the early kernel."""
+    """TURN: as in the early kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -94,9 +95,12 @@ def split_kv_kernel(
     head = kv * GROUP + group
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
-    own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries = operand(take_queries(source, q_mask, own, d, D, ROTATES, ROUND), k_cache)
-    new = load_new(own, newest, d, D, ROTATES)
+    own = (
+        k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t, q_norm,
+        k_norm, eps, offset,
+    )  # fmt: skip
+    queries = operand(take_queries(source, q_mask, own, d, D, TURN), k_cache)
+    new = load_new(own, newest, d, D, TURN)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result, second = no_values(v_cache, GROUP_PAD, D)
@@ -113,7 +117,7 @@ def split_kv_kernel(
         best, total, result, second = absorb(scores, values, v_scales, best, total, result, second, queries.dtype)
     result = settled(result, second, v_cache)
     if here:
-        key, value = keep_new(new, newest, d, D, ROTATES, ROUND)
+        key, value = keep_new(new, own, newest, d, D, TURN)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
@@ -126,13 +130,13 @@ def split_kv(
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     out: Tensor | None = None, splits: int | None = None, early: bool | None = None,
     even: bool | None = None,
-    rotation: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early, even: else from the shapes.
     With `splits` the tiles are those of more than FEW_PROGRAMS, so that few sequences have one variant.
 
-    rotation: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d]: queries and keys are rotated and the cache
-    is written on the way; else that has been done. even: all contexts shared out evenly (balanced).
+    rotation: queries and keys are normed and rotated and the cache is written on the way; else that has been done.
+    even: all contexts shared out evenly (balanced).
     """
     _, h, n, d = q.shape
     kv, room = k_cache.shape[2], block_tables.shape[1] * block_of(k_cache)

@@ -29,16 +29,18 @@ from graft.ops.cached_attention.tiles.triton import (
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
 def early_kernel(
-    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin,
-    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin, q_norm, k_norm,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, eps,
+    offset, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first tile is on its way before the wait, all but the newest key and value: those alone may be written by
-    the kernel ahead. ROTATES: queries and the newest key are rotated here, and that key and its value are written
-    into the cache by the program whose part has them; else k, v, cos and sin are not read."""
+    the kernel ahead. TURN (decode_call.py): whether queries and the newest key are normed and rotated here, and how;
+    that key and its value are written into the cache by the program whose part has them, else k, v, cos and sin are
+    not read."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -65,9 +67,12 @@ def early_kernel(
     head = kv * GROUP + group
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
-    own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries = operand(take_queries(source, q_mask, own, d, D, ROTATES, ROUND), k_cache)
-    new = load_new(own, newest, d, D, ROTATES)
+    own = (
+        k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t, q_norm,
+        k_norm, eps, offset,
+    )  # fmt: skip
+    queries = operand(take_queries(source, q_mask, own, d, D, TURN), k_cache)
+    new = load_new(own, newest, d, D, TURN)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result, second = no_values(v_cache, GROUP_PAD, D)
@@ -83,7 +88,7 @@ def early_kernel(
         best, total, result, second = absorb(scores, values, v_scales, best, total, result, second, queries.dtype)
     result = settled(result, second, v_cache)
     if here:
-        key, value = keep_new(new, newest, d, D, ROTATES, ROUND)
+        key, value = keep_new(new, own, newest, d, D, TURN)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
