@@ -56,10 +56,10 @@ def test_the_source_of_any_chain_computes_it(drawn):
 class Gelu(nn.Module):
     def __init__(self, cubic):
         super().__init__()
-        self.mix, self.cubic = nn.Linear(8, 8), cubic
+        self.cubic = cubic
 
     def forward(self, x):
-        y = self.mix(x)
+        y = x.cumsum(1)  # behind a linear layer it would be a fusion of graft's
         return 0.5 * y * (1 + torch.tanh(0.7978845608028654 * (y + self.cubic * y.pow(3))))
 
 

@@ -11,9 +11,6 @@ from graft.ops.call import Call
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
-ADDS = "it adds no residual"
-
-
 def fake(
     x: Tensor,
     weight: Tensor,
@@ -40,12 +37,8 @@ def aten_problem(call: Call) -> str | None:
     if call.dtype is not None:
         return f"torch.rms_norm does not round its row to another dtype ({call.dtype})"
     if call.residual is not None:
-        return ADDS
+        return "torch.rms_norm adds no residual"
     return aten_norm_problem(call)
-
-
-def native_problem(call: Call) -> str | None:
-    return None if call.residual is None else ADDS
 
 
 def aten_norm_problem(call: Call) -> str | None:
@@ -75,7 +68,7 @@ define(
         kernels=(
             Kernel("aten", "existing", aten_problem, run_aten),
             Kernel("triton", "triton", triton_problem, run_triton),
-            native(native_problem),
+            native(),
         ),
     )
 )

@@ -40,8 +40,12 @@ def lower_mm(plan: Planner, node: Node) -> None:
 
 @lowers(ops.fused_linear.default)
 def lower_fused_linear(plan: Planner, node: Node) -> None:
+    """In float32 it does not matter where a graph rounds."""
     o = options_of(node)
-    lower_gemm(plan, node, **{name: o[name] for name in o if name not in ("cast_last", "upcast", "fp8_from")})
+    if o["center"]:
+        raise NotLowered("its norm is a LayerNorm")
+    unread = ("cast_last", "upcast", "fp8_from", "norm_bias", "center")
+    lower_gemm(plan, node, **{name: o[name] for name in o if name not in unread})
 
 
 def lower_gemm(

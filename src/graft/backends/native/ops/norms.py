@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import NativeKernel, NotLowered
+from graft.backends.native.program import NativeKernel, NotLowered, Text
 from graft.ir.nodes import options_of
 
 ops, aten = torch.ops.graft, torch.ops.aten
@@ -17,8 +17,12 @@ def lower_rms_norm(plan: Planner, node: Node) -> None:
     """`dtype` and `cast_last` say where the graph rounds; rows are float32 here, and nothing does."""
     o = options_of(node)
     x, out = plan.value(o["x"]), plan.new(node)
+    residual = None if o["residual"] is None else plan.value(o["residual"])
+    if residual is not None and residual.layout != out.layout:
+        raise NotLowered("the residual is broadcast")
     plan.step(
-        node, NativeKernel("rms_norm", "RmsNormArgs", "ops/rms_norm/native.h"), x=x, weight=plan.vector(o["weight"]),
+        node, NativeKernel("rms_norm", "RmsNormArgs", "ops/rms_norm/native.h"), x=x,
+        residual=Text("View{}") if residual is None else residual, weight=plan.vector(o["weight"]),
         eps=o["eps"], offset=float(o["offset"]), rows=plan.rows(out.layout), out=out,
     )  # fmt: skip
     plan.bind(node, out)
