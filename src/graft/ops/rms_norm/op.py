@@ -11,6 +11,7 @@ from graft.ops.call import Call
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
+
 def fake(
     x: Tensor,
     weight: Tensor,
