@@ -11,7 +11,7 @@ import torch
 from graft.ops import OPS
 from graft.ops.cached_attention.cases import CASES
 from graft.ops.cached_attention.decode.triton import split_kv
-from graft.ops.cached_attention.decode_call import Rotation
+from graft.ops.cached_attention.decode_call import NewHeads
 from graft.ops.cases import tolerance
 from graft.ops.paged_batches import make
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
@@ -190,7 +190,7 @@ def test_rotations_have_eagers_bits(new, dtype):
     if max(new) == 1:
         for even in (False, True):
             own = [cache.clone() for cache in caches]
-            split_kv(q, *own, tables, seq_lens, scale, even=even, rotation=Rotation(k, v, cos, sin))
+            split_kv(q, *own, tables, seq_lens, scale, even=even, rotation=NewHeads(k, v, cos, sin))
             assert all(torch.equal(cache.flatten(0, 1)[slots], new) for cache, new in zip(own, written, strict=True))
 
 

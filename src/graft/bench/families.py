@@ -1,38 +1,32 @@
 """A table over families: how near each comes to its bandwidth bound, and how long it took to build.
 
 Every model is built and measured in a process of its own with empty caches, so that one that fails, hangs or takes
-all memory is a row, and so that no family finds kernels that another one left behind.
+all memory is a row, and so that no family finds kernels that another one left behind. Several may be built side by
+side; then each waits for its turn, and is measured while the others do nothing.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from graft.base.errors import UsageError, near
 from graft.base.files import Progress
+from graft.bench.family_turns import Building, finish, start, wait_until_built
 from graft.bench.plan import BenchPlan
-from graft.bench.start import CACHES, OWN_CACHES
 from graft.models.registry import RegistryEntry, entries, families
 
-PROGRAM = "from graft.bench.family_process import main; main()"
 CPU_WEIGHTS = 1 << 30  # bytes of a model on a CPU: more than any cache, and read in less than 0.1 s
-LONGEST = 900.0  # seconds of one family; the slowest of those measured took 77 to build on a GPU
+LONGEST = 900.0  # seconds to build a family, and to measure it; the slowest took 77 to build by itself on a GPU
 
 
 @dataclass(frozen=True)
 class FamilyPlan:
     """weights: bytes that a model may have; a larger one is cut to fewer layers. None: all as they are.
 
-    time_limit: seconds after which no family is begun, and the one that runs is ended.
+    time_limit: seconds after which no family is begun, and the one that runs is ended. side_by_side: built at once.
     """
 
     models: tuple[str, ...]
@@ -43,6 +37,7 @@ class FamilyPlan:
     quantize: str | None = None
     weights: int | None = None
     time_limit: float | None = None
+    side_by_side: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,54 +88,51 @@ def models_of(names: Sequence[str], *, all_sizes: bool) -> tuple[str, ...]:
 
 def measure_families(plan: FamilyPlan, progress: Progress | None = None) -> FamilyTable:
     """Row by row. Ctrl-C ends it with what is there."""
-    tell, began, table = progress or (lambda *_: None), time.monotonic(), FamilyTable()
+    tell, began, table, done = progress or (lambda *_: None), time.monotonic(), FamilyTable(), 0
     known = entries()
-    for done, model in enumerate(plan.models):
-        tell(f"{model}: building and measuring", done, len(plan.models))
+    for wave in waves(plan):
         left = None if plan.time_limit is None else plan.time_limit - (time.monotonic() - began)
         if left is not None and left <= 0:
-            table = with_rows(table, failed_rows(plan, known[model], "not begun: raise --time-limit", begun=False))
+            for model in wave:
+                rows = failed_rows(plan, known[model], "not begun: raise --time-limit", begun=False)
+                table = with_rows(table, rows)
             continue
+        tell(f"{', '.join(wave)}: building and measuring", done, len(plan.models))
         try:
-            said, why = in_process(plan, model, LONGEST if left is None else min(left, LONGEST))
+            for model, said, why in in_processes(plan, wave, LONGEST if left is None else min(left, LONGEST)):
+                rows = failed_rows(plan, known[model], why) if said is None else rows_of(plan, known[model], said)
+                setup = table.setup or ({} if said is None else said["bench"]["setup"])
+                table, done = with_rows(replace(table, setup=setup), rows), done + 1
+                tell(f"{model}: measured", done, len(plan.models))
         except KeyboardInterrupt:
             return replace(table, interrupted=True)
-        rows = failed_rows(plan, known[model], why) if said is None else rows_of(plan, known[model], said)
-        setup = table.setup or ({} if said is None else said["bench"]["setup"])
-        table = with_rows(replace(table, setup=setup), rows)
     return table
+
+
+def waves(plan: FamilyPlan) -> Iterator[tuple[str, ...]]:
+    """The models in their order, as many together as are built side by side."""
+    for first in range(0, len(plan.models), plan.side_by_side):
+        yield plan.models[first : first + plan.side_by_side]
+
+
+def in_processes(
+    plan: FamilyPlan, models: Sequence[str], seconds: float
+) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
+    """Each model with what its process says, or None and why there is nothing. seconds: to build, and to measure."""
+    building: list[Building] = []
+    try:
+        for model in models:
+            building.append(start({**asdict(plan), "model": model}))
+        wait_until_built(building, seconds)
+        for model, one in zip(models, building, strict=True):
+            yield model, *finish(one, seconds)
+    finally:
+        for one in building:
+            one.close()
 
 
 def with_rows(table: FamilyTable, rows: Sequence[FamilyRow]) -> FamilyTable:
     return replace(table, rows=(*table.rows, *rows))
-
-
-def in_process(plan: FamilyPlan, model: str, seconds: float) -> tuple[dict[str, Any] | None, str]:
-    """What the process of a family says, or None and why there is nothing."""
-    asked = {**asdict(plan), "model": model}
-    with tempfile.TemporaryDirectory(prefix="graft-families-") as home:
-        environment = {name: value for name, value in os.environ.items() if name not in OWN_CACHES}
-        environment |= {name: str(Path(home) / folder) for name, folder in CACHES.items()}
-        command = [sys.executable, "-c", PROGRAM, json.dumps(asked)]
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, check=False, timeout=seconds
-            )
-        except subprocess.TimeoutExpired:
-            return None, f"not through after {seconds:.0f} s"
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return None, last_line(done.stderr) or f"its process ended with {done.returncode}"
-    return json.loads(lines[-1]), ""
-
-
-def last_line(text: str) -> str:
-    """Of a traceback: the error with its first line, without the module that its class is in."""
-    lines = [line for line in text.strip().splitlines() if line and not line.startswith((" ", "Traceback"))]
-    if not lines:
-        return ""
-    kind, colon, rest = lines[-1].partition(": ")
-    return f"{kind.rpartition('.')[2]}{colon}{rest}" if colon and " " not in kind else lines[-1]
 
 
 def rows_of(plan: FamilyPlan, entry: RegistryEntry, said: Mapping[str, Any]) -> list[FamilyRow]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from graft.base.progress import CAPTURE
 from graft.bench.bench import bench, cache_need
+from graft.bench.family_turns import BUILT
 from graft.bench.limits.roofline import measure_roofline
 from graft.bench.phases import PhaseClock
 from graft.bench.plan import BenchPlan
@@ -25,10 +26,19 @@ from graft.models.registry import entries
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    print(json.dumps(measure_family(asked)))
+    print(json.dumps(measure_family(asked, wait_for_turn)))
 
 
-def measure_family(asked: Mapping[str, Any]) -> dict[str, Any]:
+def wait_for_turn() -> None:
+    """Says that the model is built; whoever began this process says when it may be measured, or is gone."""
+    sys.stdout.write(BUILT.decode())
+    sys.stdout.flush()
+    if not sys.stdin.readline():
+        raise SystemExit("nobody waits for it any more")
+
+
+def measure_family(asked: Mapping[str, Any], ready: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """ready: called between building and measuring."""
     given = asked["bench"]
     plan = BenchPlan(
         tuple(given["batches"]), tuple(given["prompts"]), given["new"], given["repeats"], (), None, given["threads"]
@@ -41,6 +51,7 @@ def measure_family(asked: Mapping[str, Any]) -> dict[str, Any]:
             max_num_seqs=max(plan.batches), kv_cache_memory=cache_need(loaded, plan),
         )  # fmt: skip
         built = clock.since(CAPTURE)
+        ready()
         roofline = measure_roofline(llm.device, loaded.module.dtype)
         found = bench(llm, plan, built, None, roofline)
     about = {"layers": loaded.layers, "layers_of": loaded.layers, "weight_bytes": None}

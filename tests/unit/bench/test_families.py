@@ -10,9 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
-from graft.bench import families
-from graft.bench.families import FamilyPlan, in_process, last_line, measure_families, models_of
+from graft.bench import families, family_turns
+from graft.bench.families import FamilyPlan, in_processes, measure_families, models_of
 from graft.bench.family_process import measure_family
+from graft.bench.family_turns import last_line
 from graft.bench.limits import roofline
 from graft.bench.plan import BenchPlan
 from graft.bench.sizes import layer_count, sized, weights, with_layers
@@ -24,6 +25,11 @@ PLAN = FamilyPlan(("tiny-gpt2", "tiny-llama"), BenchPlan((1, 2), (8,), 4, 1, ())
 
 def command(*args):
     return CliRunner().invoke(app, ["bench", "--families", *args])
+
+
+def one_process(seconds=60):
+    ((_, said, why),) = in_processes(PLAN, ("tiny-gpt2",), seconds)
+    return said, why
 
 
 def test_families_stand_for_their_models():
@@ -71,7 +77,7 @@ def test_a_family_that_fails_is_a_row(monkeypatch, capfd):
     row = {"engine": "graft", "batch": 1, "roofline_percent": 50.0, "token_ms": 2.0, "decode_tokens_per_s": 500.0,
            "build_seconds": 3.5, "failed": ""}  # fmt: skip
     said = {"bench": {"setup": {"backend": "eager"}, "rows": [row]}, "layers": 2, "layers_of": 4, "weight_bytes": 9}
-    monkeypatch.setattr(families, "PROGRAM", f"{ok}\n{dies}\nprint({json.dumps(said)!r})")
+    monkeypatch.setattr(family_turns, "PROGRAM", f"{ok}\n{dies}\nprint({json.dumps(said)!r})")
     table = measure_families(PLAN)
     assert [(r.model, r.batch, r.failed) for r in table.rows] == [
         ("tiny-gpt2", 1, "ValueError: no such thing"), ("tiny-gpt2", 2, "ValueError: no such thing"),
@@ -81,10 +87,12 @@ def test_a_family_that_fails_is_a_row(monkeypatch, capfd):
 
 
 def test_a_family_that_hangs_or_dies_without_a_word_is_told(monkeypatch):
-    monkeypatch.setattr(families, "PROGRAM", "import time; time.sleep(600)")
-    assert in_process(PLAN, "tiny-gpt2", 0.3) == (None, "not through after 0 s")
-    monkeypatch.setattr(families, "PROGRAM", "import os; os._exit(9)")
-    assert in_process(PLAN, "tiny-gpt2", 60) == (None, "its process ended with 9")
+    monkeypatch.setattr(family_turns, "PROGRAM", "import time; time.sleep(600)")
+    assert one_process(0.3) == (None, "not through after 0 s")
+    monkeypatch.setattr(family_turns, "PROGRAM", "import time; print('built', flush=True); time.sleep(600)")
+    assert one_process(2.0) == (None, "not through after 2 s")
+    monkeypatch.setattr(family_turns, "PROGRAM", "import os; os._exit(9)")
+    assert one_process() == (None, "its process ended with 9")
 
 
 def test_caches_are_empty_and_those_of_the_user_untouched(monkeypatch):
@@ -92,13 +100,13 @@ def test_caches_are_empty_and_those_of_the_user_untouched(monkeypatch):
     look = (
         "import os, json; print(json.dumps([os.environ['GRAFT_CACHE_DIR'], 'GRAFT_NATIVE_CACHE_DIR' in os.environ]))"
     )
-    monkeypatch.setattr(families, "PROGRAM", look)
-    (first, own), (second, _) = (in_process(PLAN, "tiny-gpt2", 60)[0] for _ in range(2))
+    monkeypatch.setattr(family_turns, "PROGRAM", look)
+    (first, own), (second, _) = (one_process()[0] for _ in range(2))
     assert first != second and not own
 
 
 def test_no_family_is_begun_after_the_limit(monkeypatch):
-    monkeypatch.setattr(families, "in_process", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(families, "in_processes", lambda *_: pytest.fail("it was begun"))
     table = measure_families(replace(PLAN, time_limit=0.0))
     assert len(table.rows) == 4 and {(row.failed, row.begun) for row in table.rows} == {
         ("not begun: raise --time-limit", False)
@@ -106,17 +114,55 @@ def test_no_family_is_begun_after_the_limit(monkeypatch):
 
 
 def test_ctrl_c_keeps_the_rows_that_are_there(monkeypatch):
-    answers = iter([(None, "it died"), KeyboardInterrupt()])
+    def play(_, models, __):
+        yield models[0], None, "it died"
+        raise KeyboardInterrupt
 
-    def play(*_):
-        answer = next(answers)
-        if isinstance(answer, KeyboardInterrupt):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(families, "in_process", play)
-    table = measure_families(PLAN)
+    monkeypatch.setattr(families, "in_processes", play)
+    table = measure_families(replace(PLAN, side_by_side=2))
     assert table.interrupted and [row.model for row in table.rows] == ["tiny-gpt2", "tiny-gpt2"]
+
+
+WATCHED = """
+import json, os, sys, time
+asked = json.loads(sys.argv[1])
+file = os.open(asked["device"], os.O_WRONLY | os.O_APPEND)
+log = lambda what: os.write(file, f"{asked['model']} {what}\\n".encode())
+log("builds")
+if asked["model"] == "tiny-gpt2":
+    raise SystemExit("no such thing")
+print("loading ...\\nbuilt", flush=True)
+sys.stdin.readline()
+log("measures")
+time.sleep(0.2)
+log("has measured")
+print(json.dumps(asked["model"]))
+"""
+
+
+def test_models_are_built_side_by_side_and_measured_one_after_the_other(monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    monkeypatch.setattr(family_turns, "PROGRAM", WATCHED)
+    found = list(in_processes(replace(PLAN, device=str(log)), ("a", "tiny-gpt2", "b"), 60))
+    assert found == [("a", "a", ""), ("tiny-gpt2", None, "no such thing"), ("b", "b", "")]
+    lines = log.read_text().splitlines()
+    assert {line.split()[1] for line in lines[:3]} == {"builds"}
+    assert lines[3:] == ["a measures", "a has measured", "b measures", "b has measured"]
+
+
+def test_a_process_whose_run_is_gone_ends(monkeypatch, tmp_path):
+    monkeypatch.setattr(family_turns, "PROGRAM", "from graft.bench.family_process import wait_for_turn as w; w()")
+    one = family_turns.start({})
+    family_turns.wait_until_built([one], 60)
+    one.process.stdin.close()
+    assert one.process.wait(60) == 1 and "nobody waits" in one.errors.read_text()
+    one.close()
+
+
+def test_waves_keep_the_order():
+    plan = replace(PLAN, models=("a", "b", "c"), side_by_side=2)
+    assert list(families.waves(plan)) == [("a", "b"), ("c",)]
 
 
 @pytest.mark.parametrize(("text", "line"), [
@@ -129,7 +175,8 @@ def test_the_last_line_of_an_error(text, line):
 
 
 def test_the_command_prints_a_table_or_json_and_fails_where_a_family_does(monkeypatch):
-    monkeypatch.setattr(families, "in_process", lambda *_: (None, "ValueError: no such thing"))
+    failing = lambda _, models, __: ((model, None, "ValueError: no such thing") for model in models)  # noqa: E731
+    monkeypatch.setattr(families, "in_processes", failing)
     shown = command("tiny-gpt2", "--device", "cpu", "--batch", "1")
     assert (
         shown.exit_code == 1 and "failed" in shown.stdout and "tiny-gpt2: ValueError: no such thing" in shown.stdout
@@ -138,14 +185,20 @@ def test_the_command_prints_a_table_or_json_and_fails_where_a_family_does(monkey
     assert [(row["model"], row["batch"]) for row in data["rows"]] == [("tiny-gpt2", 1), ("tiny-gpt2", 32)]
 
 
+def test_side_by_side_is_for_families():
+    result = CliRunner().invoke(app, ["bench", "tiny-gpt2", "--side-by-side", "2"])
+    assert result.exit_code != 0 and "needs --families" in f"{result.stdout}{result.stderr}{result.exception}"
+
+
 @pytest.mark.parametrize(("args", "message"), [
     (["nothing-like-it"], "is no family and no model"),
     (["gpt2", "--kernels"], "--kernels says nothing about --families"),
     (["gpt2", "--dtype", "float7"], "unknown dtype"),
     (["gpt2", "--backend", "gpu"], "backend"),
     (["gpt2", "--batch", "0"], "--batch must be at least 1"),
+    (["gpt2", "--side-by-side", "0"], "--side-by-side must be at least 1"),
 ])  # fmt: skip
 def test_a_mistake_is_told_before_anything_is_built(args, message, monkeypatch):
-    monkeypatch.setattr(families, "in_process", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(families, "in_processes", lambda *_: pytest.fail("it was begun"))
     result = command(*args)
     assert result.exit_code != 0 and message in f"{result.stdout}{result.stderr}{result.exception}"

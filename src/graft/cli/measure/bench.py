@@ -13,7 +13,7 @@ import typer
 
 from graft.cli.documents import print_json
 from graft.cli.load import load_llm
-from graft.cli.measure.bench_families import Families, bench_families
+from graft.cli.measure.bench_families import Families, SideBySide, bench_families
 from graft.cli.measure.bench_load import Preset, Rate, Requests, Throughput, read_loads, under_load
 from graft.cli.measure.bench_server import (
     Clients,
@@ -95,7 +95,7 @@ def bench(
     threads: Threads = None,
     kernels: Kernels = False,
     start: StartOption = False,
-    families: Families = False,
+    families: Families = False, side_by_side: SideBySide = None,  # noqa: ARG001 (read from the context)
     throughput: Throughput = None,
     preset: Preset = None,
     requests: Requests = None,
@@ -122,7 +122,7 @@ def bench(
     nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Measure latency and throughput over batch sizes, beside Hugging Face eager and torch.compile."""
     check_options(ctx, serve)
     if serve is not None:

@@ -19,8 +19,17 @@ Families = Annotated[
         help="Instead: a table over families, or those named in place of the model, with commas between them.",
     ),
 ]
+SideBySide = Annotated[
+    int | None,
+    typer.Option(
+        help="With --families: models that are built at once, each in its process; then each is measured alone. All"
+        " must fit into memory together. [1]",
+        metavar="N",
+        show_default=False,
+    ),
+]
 USED = {"model", "batch", "prompt", "new", "repeats", "threads", "dtype", "device", "backend", "quantize"}
-USED |= {"time_limit", "as_json", "families", "traceback"}
+USED |= {"time_limit", "as_json", "families", "traceback", "side_by_side"}
 PROMPT = {"cuda": "128", "cpu": "16"}  # a prompt is not what is measured, and takes a CPU seconds
 
 
@@ -54,6 +63,8 @@ def read_plan(ctx: typer.Context) -> FamilyPlan:
     target = places.resolve_device(asked["device"])
     places.resolve_dtype(asked["dtype"], target, places.DTYPES["float32"])
     check_name(asked["backend"])
+    if asked["side_by_side"] is not None and asked["side_by_side"] < 1:
+        raise UsageError(f"--side-by-side must be at least 1, but is {asked['side_by_side']}")
     named = asked["model"].split(",") if "model" in given or asked["model"] != DEFAULT_MODEL else ()
     prompt = asked["prompt"] if "prompt" in given else PROMPT.get(target.type, PROMPT["cpu"])
     on_gpu = target.type == "cuda"
@@ -63,7 +74,7 @@ def read_plan(ctx: typer.Context) -> FamilyPlan:
     )  # fmt: skip
     return FamilyPlan(
         models_of(named, all_sizes=on_gpu), bench, asked["dtype"], asked["device"], asked["backend"],
-        asked["quantize"], None if on_gpu else CPU_WEIGHTS, asked["time_limit"],
+        asked["quantize"], None if on_gpu else CPU_WEIGHTS, asked["time_limit"], asked["side_by_side"] or 1,
     )  # fmt: skip
 
 
@@ -110,6 +121,8 @@ def legend(setup: Any, plan: FamilyPlan) -> str:
         " built s: from a loaded model until the first calls were through, with empty caches. Random weights; torch"
         f" {setup['torch']}, graft on {setup['backend']}."
     )
+    if plan.side_by_side > 1:
+        text += f" Built {plan.side_by_side} at once, which takes each of them longer."
     if plan.weights is not None:
         text += f" Models of more than {plan.weights / 1e9:.1f} GB have fewer layers, of their real widths."
     return text

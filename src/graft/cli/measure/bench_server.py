@@ -52,6 +52,8 @@ def check_options(ctx: typer.Context, serve: str | None) -> None:
         name = sorted(idle)[0].replace("_", "-")
         why = "needs --serve URL" if serve is None else "says nothing about a server, which --serve measures as it is"
         raise UsageError(f"--{name} {why}")
+    if "side_by_side" in given and not ctx.params["families"]:
+        raise UsageError("--side-by-side needs --families, which builds several models")
 
 
 def bench_server(

@@ -14,7 +14,7 @@ from graft.ops.paged_cache import block_of
 from graft.weights.quantize import FP8
 
 
-class Rotation(NamedTuple):
+class NewHeads(NamedTuple):
     """What stands between a layer's projections and its attention, as in graft::rope_kv_write. k, v: new keys and
     values [1, kv, n, d]; cos, sin: [1, 1, n, r]."""
 
@@ -65,14 +65,14 @@ class DecodeCall:
 def decode_call(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None, softcap: float | None, sinks: Tensor | None, out: Tensor | None,
-    rotation: Rotation | None,
+    rotation: NewHeads | None,
 ) -> DecodeCall:  # fmt: skip
     """As split_kv (decode/triton.py) is called."""
     _, h, n, d = q.shape
     kv, wide = k_cache.shape[2], max(16, triton.next_power_of_2(d))
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
-    turning = rotation or Rotation(q, q, q, q)
+    turning = rotation or NewHeads(q, q, q, q)
     k, v, cos, sin, _, q_norm, k_norm, *_ = turning
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     few, pdl = triton.next_power_of_2(h // kv), pdl_supported(q.device)
@@ -92,7 +92,7 @@ def decode_call(
     return DecodeCall((q, k_cache, v_cache, out), others, constants, kv, few, wide * q.element_size(), twice)
 
 
-def turn_of(q: Tensor, rotation: Rotation) -> Turn:
+def turn_of(q: Tensor, rotation: NewHeads) -> Turn:
     """As constants of a kernel: what is absent is equal in all calls."""
     rounds = torch.promote_types(q.dtype, rotation.cos.dtype) == q.dtype
     norms = (rotation.q_norm is not None, rotation.k_norm is not None)

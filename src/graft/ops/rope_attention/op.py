@@ -44,10 +44,10 @@ def run_whole(
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, *how: Any,
 ) -> Tensor:  # fmt: skip
     from graft.ops.cached_attention.decode.triton import split_kv
-    from graft.ops.cached_attention.decode_call import Rotation
+    from graft.ops.cached_attention.decode_call import NewHeads
 
     cos, sin = ((t if t.stride(-1) == 1 else t.contiguous()).expand(1, 1, q.shape[2], -1) for t in (cos, sin))
-    rotation = Rotation(k, v, cos, sin, *how)
+    rotation = NewHeads(k, v, cos, sin, *how)
     return split_kv(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, rotation=rotation)
 
 

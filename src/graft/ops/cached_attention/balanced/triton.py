@@ -19,8 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.cached_attention.decode_call import Rotation, decode_call
-from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
+from graft.ops.cached_attention.decode_call import NewHeads, decode_call
+from graft.ops.cached_attention.newest.triton import (
+    absorb_newest,
+    keep_new,
+    load_new,
+    newest_of,
+    own_of,
+    take_queries,
+)
 from graft.ops.cached_attention.parts.triton import load_columns, only_part
 from graft.ops.cached_attention.tiles.triton import (
     LOWEST,
@@ -168,8 +175,7 @@ def balanced_kernel(
     offset, rows,
     d: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TURN: as in the early kernel."""
     if PDL:
@@ -199,10 +205,7 @@ def balanced_kernel(
         table = block_tables + row * s_table
         newest = newest_of(caches, table, length, kv, BLOCK)
         source = q + (kv * GROUP + group)[:, None] * sq_h + row * sq_t
-        own = (
-            k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t, q_norm,
-            k_norm, eps, offset,
-        )  # fmt: skip
+        own = own_of(k, v, cos, sin, q_norm, k_norm, eps, offset, (sk_h, sk_t, sv_h, sv_t, sc_t, ss_t), kv, row)
         queries = operand(take_queries(source, q_mask, own, d, D, TURN), k_cache)
         new = load_new(own, newest, d, D, TURN)
         best, total, result = attend(
@@ -230,7 +233,7 @@ def balanced_kernel(
 def balanced(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    out: Tensor | None = None, rotation: Rotation | None = None,
+    out: Tensor | None = None, rotation: NewHeads | None = None,
     programs: int | None = None,
 ) -> Tensor:  # fmt: skip
     """As split_kv (decode/triton.py). programs: else as many as run at once."""

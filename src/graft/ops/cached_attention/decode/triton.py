@@ -20,9 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.cached_attention.balanced.triton import MOST_ROWS, balanced
-from graft.ops.cached_attention.decode_call import Rotation, decode_call
+from graft.ops.cached_attention.decode_call import NewHeads, decode_call
 from graft.ops.cached_attention.early.triton import early_kernel
-from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
+from graft.ops.cached_attention.newest.triton import (
+    absorb_newest,
+    keep_new,
+    load_new,
+    newest_of,
+    own_of,
+    take_queries,
+)
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
 from graft.ops.cached_attention.tiles.triton import (
     LOWEST,
@@ -68,8 +75,7 @@ def split_kv_kernel(
     offset, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TURN: as in the early kernel."""
     if PDL:
@@ -95,10 +101,7 @@ def split_kv_kernel(
     head = kv * GROUP + group
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
-    own = (
-        k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t, q_norm,
-        k_norm, eps, offset,
-    )  # fmt: skip
+    own = own_of(k, v, cos, sin, q_norm, k_norm, eps, offset, (sk_h, sk_t, sv_h, sv_t, sc_t, ss_t), kv, row)
     queries = operand(take_queries(source, q_mask, own, d, D, TURN), k_cache)
     new = load_new(own, newest, d, D, TURN)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
@@ -130,7 +133,7 @@ def split_kv(
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     out: Tensor | None = None, splits: int | None = None, early: bool | None = None,
     even: bool | None = None,
-    rotation: Rotation | None = None,
+    rotation: NewHeads | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early, even: else from the shapes.
     With `splits` the tiles are those of more than FEW_PROGRAMS, so that few sequences have one variant.

@@ -10,7 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
+from graft.ops.cached_attention.newest.triton import (
+    absorb_newest,
+    keep_new,
+    load_new,
+    newest_of,
+    own_of,
+    take_queries,
+)
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
 from graft.ops.cached_attention.tiles.triton import (
     LOWEST,
@@ -34,13 +41,11 @@ def early_kernel(
     offset, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first tile is on its way before the wait, all but the newest key and value: those alone may be written by
-    the kernel ahead. TURN (decode_call.py): whether queries and the newest key are normed and rotated here, and how;
-    that key and its value are written into the cache by the program whose part has them, else k, v, cos and sin are
-    not read."""
+    the kernel ahead. TURN (decode_call.py): whether queries and the newest key are normed and rotated here, and how.
+    That key and its value are then written into the cache by the program whose part has them."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -67,10 +72,7 @@ def early_kernel(
     head = kv * GROUP + group
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
-    own = (
-        k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t, q_norm,
-        k_norm, eps, offset,
-    )  # fmt: skip
+    own = own_of(k, v, cos, sin, q_norm, k_norm, eps, offset, (sk_h, sk_t, sv_h, sv_t, sc_t, ss_t), kv, row)
     queries = operand(take_queries(source, q_mask, own, d, D, TURN), k_cache)
     new = load_new(own, newest, d, D, TURN)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)

@@ -22,6 +22,14 @@ def newest_of(caches, table, length, kv, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def own_of(k, v, cos, sin, q_norm, k_norm, eps, offset, strides, kv, row):
+    """Of one sequence and one key-value head, where its new key and value and its angles lie, and the norms."""
+    sk_h, sk_t, sv_h, sv_t, sc_t, ss_t = strides
+    k, v = k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t
+    return k, v, cos + row * sc_t, sin + row * ss_t, q_norm, k_norm, eps, offset
+
+
+@triton.jit
 def load_head(x, cos, sin, norm, dims, mask, d: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr):
     """What `rotate` needs of heads at x + dims: their values, those that they are paired with (i and i + r / 2, or i
     and i + 1), the cosines and the sines, and a norm's weights of both."""
@@ -64,8 +72,7 @@ def rotate(head, dims, eps, offset, d: tl.constexpr, dtype: tl.constexpr, TURN: 
 
 @triton.jit
 def take_queries(q, q_mask, own, d: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr):
-    """Queries [group, d], normed and rotated if they are not yet. own: k, v, cos, sin, weights of the queries' and of
-    the keys' norm, its eps and offset."""
+    """Queries [group, d], normed and rotated if they are not yet. own: of own_of."""
     dims = tl.arange(0, D)[None, :]
     if TURN.ROTATES:
         head = load_head(q, own[2], own[3], own[4], dims, q_mask, d, TURN, TURN.NORM_Q)
