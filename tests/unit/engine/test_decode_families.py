@@ -49,17 +49,20 @@ def test_counts_and_greedy_tokens(family):
     expected = model.family.expected_matches(model.layers, gpu=True)
     records = fused.report.transforms
     assert {n: len(records[n].matches) for n in DECODE} == {n: expected[n] for n in DECODE}
-    assert all(record.matches or record.reason for record in (records[name] for name in DECODE))
-    assert all(plain.report.transforms[name].status == "skipped" for name in DECODE)
+    assert all(r.matches or r.reason or r.status == "disabled" for r in (records[name] for name in DECODE))
+    assert {plain.report.transforms[name].status for name in DECODE} <= {"skipped", "disabled"}
     check_rows(plain.graph_module)
     assert tokens(fused) == tokens(plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_does_not_match_on_a_gpu_has_its_reason(family):
-    """In the family's own file: that it is skipped on a CPU is no reason on a GPU."""
+    """In the family's own file where others say that it is skipped on a CPU, which is no reason on a GPU."""
     common = yaml.safe_load((FOLDER / COMMON).read_text())["absent"]
     known = families()[family]
     assert known.absent["fuse_gated_mlp"] == common["fuse_gated_mlp"], "without fp8 weights there is none anywhere"
     for name in set(DECODE) - {"fuse_gated_mlp"}:
-        assert (name in known.expect_gpu) != (known.absent[name] != common[name]), name
+        counted, own = name in known.expect_gpu, known.absent[name] != common[name]
+        assert not (counted and own), name
+        if "on a CPU" in common[name] or "for a GPU" in common[name]:
+            assert counted or own, name
