@@ -8,6 +8,7 @@ from joint_faults import JOINT_FAULTS
 from part_faults import PART_FAULTS
 from request_faults import REQUEST_FAULTS
 from state_faults import STATE_FAULTS
+from step_faults import STEP_FAULTS
 
 FAULTS = [
     # ── files, errors ───────────────────────────────────────────────────────────────────────────────────────────
@@ -391,4 +392,5 @@ FAULTS = [
     *PART_FAULTS,
     *REQUEST_FAULTS,
     *STATE_FAULTS,
+    *STEP_FAULTS,
 ]

@@ -38,6 +38,7 @@ class FamilyPlan:
     weights: int | None = None
     time_limit: float | None = None
     side_by_side: int = 1
+    sets: tuple[str, ...] = ()  # changes of the configuration, as --set has them
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from graft.bench.plan import BenchPlan
 from graft.bench.sizes import SizedModel, sized
 from graft.bench.threads import use_threads
 from graft.engine.llm import LLM
+from graft.engine.setup.stages import settings_for
 from graft.models.load import build_random, load_model
 from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device, resolve_dtype
@@ -47,7 +48,8 @@ def measure_family(asked: Mapping[str, Any], ready: Callable[[], None] = lambda:
         loaded, size = load(asked)
         clock = PhaseClock()
         llm = LLM(
-            loaded, backend=asked["backend"], quantize=asked["quantize"], progress=clock, keep_weights=False,
+            loaded, config=settings_for(loaded, None, None, sets=tuple(asked["sets"])), backend=asked["backend"],
+            quantize=asked["quantize"], progress=clock, keep_weights=False,
             max_num_seqs=max(plan.batches), kv_cache_memory=cache_need(loaded, plan),
         )  # fmt: skip
         built = clock.since(CAPTURE)

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
-from graft.bench import families, family_turns
+from graft.bench import families, family_process, family_turns
 from graft.bench.families import FamilyPlan, in_processes, measure_families, models_of
 from graft.bench.family_process import measure_family
 from graft.bench.family_turns import last_line
@@ -68,6 +68,18 @@ def test_a_family_is_measured_in_every_batch(monkeypatch):
         ("gpt2", 1, 2, 2, "eager"), ("gpt2", 2, 2, 2, "eager"),
     ]  # fmt: skip
     assert all(row.failed or (row.share and row.tokens_per_s) for row in rows) and all(row.built_s for row in rows)
+
+
+def test_a_transform_is_turned_off_for_all_families(monkeypatch):
+    """The engine of a family is built with what --set says."""
+    built = []
+    monkeypatch.setattr(family_process, "bench", lambda llm, *_: built.append(llm) or pytest.fail("enough"))
+    sets = ("transforms.merge_qkv.enabled=false",)
+    for given, found in (((), "applied"), (sets, "disabled")):
+        asked = {**replace(PLAN, sets=given).__dict__, "bench": PLAN.bench.__dict__, "model": "tiny-llama"}
+        with pytest.raises(pytest.fail.Exception, match="enough"):
+            measure_family(asked)
+        assert built[-1].report.transforms["merge_qkv"].status == found
 
 
 def test_a_family_that_fails_is_a_row(monkeypatch, capfd):
@@ -197,6 +209,7 @@ def test_side_by_side_is_for_families():
     (["gpt2", "--backend", "gpu"], "backend"),
     (["gpt2", "--batch", "0"], "--batch must be at least 1"),
     (["gpt2", "--side-by-side", "0"], "--side-by-side must be at least 1"),
+    (["gpt2", "--set", "transforms.no_such.enabled=false"], "no_such"),
 ])  # fmt: skip
 def test_a_mistake_is_told_before_anything_is_built(args, message, monkeypatch):
     monkeypatch.setattr(families, "in_processes", lambda *_: pytest.fail("it was begun"))

@@ -29,7 +29,7 @@ SideBySide = Annotated[
     ),
 ]
 USED = {"model", "batch", "prompt", "new", "repeats", "threads", "dtype", "device", "backend", "quantize"}
-USED |= {"time_limit", "as_json", "families", "traceback", "side_by_side"}
+USED |= {"time_limit", "as_json", "families", "traceback", "side_by_side", "sets"}
 PROMPT = {"cuda": "128", "cpu": "16"}  # a prompt is not what is measured, and takes a CPU seconds
 
 
@@ -55,6 +55,7 @@ def read_plan(ctx: typer.Context) -> FamilyPlan:
     from graft.bench.plan import BenchPlan
     from graft.bench.threads import checked_threads
     from graft.models import places
+    from graft.passes.config import load_config
 
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     if idle := sorted(given - USED):
@@ -63,6 +64,7 @@ def read_plan(ctx: typer.Context) -> FamilyPlan:
     target = places.resolve_device(asked["device"])
     places.resolve_dtype(asked["dtype"], target, places.DTYPES["float32"])
     check_name(asked["backend"])
+    load_config(sets=asked["sets"] or ())
     if asked["side_by_side"] is not None and asked["side_by_side"] < 1:
         raise UsageError(f"--side-by-side must be at least 1, but is {asked['side_by_side']}")
     named = asked["model"].split(",") if "model" in given or asked["model"] != DEFAULT_MODEL else ()
@@ -75,6 +77,7 @@ def read_plan(ctx: typer.Context) -> FamilyPlan:
     return FamilyPlan(
         models_of(named, all_sizes=on_gpu), bench, asked["dtype"], asked["device"], asked["backend"],
         asked["quantize"], None if on_gpu else CPU_WEIGHTS, asked["time_limit"], asked["side_by_side"] or 1,
+        tuple(asked["sets"] or ()),
     )  # fmt: skip
 
 
