@@ -29,7 +29,7 @@ PLAIN = (None, None, False)
 EMPTY = torch.empty
 
 
-def batch(new, old, h, kv, d, options=PLAIN, r=None, interleaved=False, norm=False):
+def batch(new, old, h, kv, d, options=PLAIN, r=None, interleaved=False, norm=False, offset=0.0):
     """Arguments in float32."""
     g = torch.Generator().manual_seed(0)
     q, k, v, *rest = make(new, old, h, kv, d, options, DEVICE, torch.float32, g)
@@ -37,7 +37,7 @@ def batch(new, old, h, kv, d, options=PLAIN, r=None, interleaved=False, norm=Fal
     angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
     cos, sin = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
     norms = [torch.rand(d, generator=g).to(DEVICE) + 0.5 for _ in range(2)] if norm else [None, None]
-    more = interleaved, *norms, 1e-5 if norm else 0.0, 0.0, False
+    more = interleaved, *norms, 1e-5 if norm else 0.0, offset, offset != 0.0
     return [q, k, v, cos, sin, *rest, *more]
 
 
@@ -136,6 +136,7 @@ TURNS = {
     "norms": {"norm": True},
     "norms, pairs": {"norm": True, "interleaved": True},
     "norms, a part": {"norm": True, "r": 4},
+    "Gemma's norms": {"norm": True, "offset": 1.0},
 }
 
 
