@@ -132,7 +132,7 @@ def test_a_saved_branch_has_its_own_constants(tmp_path):
         assert torch.equal(loaded(value), module(value))
 
 
-@pytest.mark.parametrize("program", short([Cond, Nested, Loop, Scan, Map], Scan))
+@pytest.mark.parametrize("program", short([Cond, Nested, Loop, Scan, Map], Map))
 def test_inductor_and_torch_compile_keep_them(program):
     module, x = program(), torch.randn(4, 8)
     compiled = graft.compile(module, (x,), backend="inductor")
