@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, LlamaRotaryEmbedding
 
 from conftest import FAMILIES
@@ -22,6 +23,7 @@ from graft.capture.repeat_layers import repeat_layers
 from graft.capture.skipped_layers import LayerNumber
 from graft.ir.verify import module_state
 from layer_cases import data_of, deep, numbered
+from marks import left_out
 
 
 def few(model, found):
@@ -37,7 +39,18 @@ def test_the_graph_is_that_of_the_whole_capture(family):
     assert numbered(repeat_layers(few(model, found), found)) == numbered(data_of(capture_decoder(model)))
 
 
-def test_a_layer_that_is_not_like_the_others_is_captured():
+def attention_alone(self, hidden_states, attention_mask=None, position_embeddings=None, **_):
+    """A layer of few operations, which is captured in a third of the time."""
+    attends = self.self_attn
+    projected = [project(hidden_states) for project in (attends.q_proj, attends.k_proj, attends.v_proj)]
+    heads = [each.unflatten(-1, (-1, attends.head_dim)).transpose(1, 2) for each in projected]
+    attend = ALL_ATTENTION_FUNCTIONS[attends.config._attn_implementation]
+    mixed, _ = attend(attends, *heads, attention_mask, scaling=attends.scaling)
+    return hidden_states + attends.o_proj(mixed.flatten(2)) * position_embeddings[0].sum()
+
+
+def test_a_layer_that_is_not_like_the_others_is_captured(monkeypatch):
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", attention_alone)
     model = deep("llama", 8)
     model.model.layers[5].self_attn.scaling = 0.3
     found = layer_kinds(model)
@@ -50,19 +63,21 @@ def test_a_layer_that_is_not_like_the_others_is_captured():
     assert numbered(repeat_layers(other, found)) != whole
 
 
-def test_results_are_those_of_the_model_and_the_model_is_as_it_was():
-    """Layers of two kinds, with and without a window."""
-    model = deep("gemma-2", 12)
+@pytest.mark.parametrize(
+    ("family", "count", "chosen"), [("llama", 6, "3"), left_out(("gemma-2", 12, "6"))]
+)  # gemma-2: layers of two kinds, with and without a window
+def test_results_are_those_of_the_model_and_the_model_is_as_it_was(family, count, chosen):
+    model = deep(family, count)
     layers, config = model.model.layers, copy.deepcopy(model.config)
     gm, how = capture_layers_once(model)
-    assert model.model.layers is layers and len(layers) == 12 and model.config.to_dict() == config.to_dict()
-    assert how == "6 of 12 layers, which the others are like"
+    assert model.model.layers is layers and len(layers) == count and model.config.to_dict() == config.to_dict()
+    assert how == f"{chosen} of {count} layers, which the others are like"
     ids, positions = torch.randint(3, 100, (2, 21)), torch.arange(21).expand(2, -1)
     model.set_attn_implementation("eager")  # sdpa leaves out Gemma 2's soft cap
     with torch.no_grad():
         found, expected = gm(ids, positions)[0], model(input_ids=ids, position_ids=positions).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert [type(layer.self_attn.layer_idx) for layer in layers] == [int] * 12
+    assert [type(layer.self_attn.layer_idx) for layer in layers] == [int] * count
     known = module_state(model)
     assert all(tensor is known[name] for name, tensor in module_state(gm).items())
 
@@ -76,6 +91,7 @@ def test_a_tensor_that_a_program_makes_is_not_lost(monkeypatch):
         return cos * torch.tensor([1.0, 2.0] * 4), sin
 
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", attention_alone)
     gm, how = capture_layers_once(deep("llama", 6))
     assert how.startswith("layer by layer, because ") and how.endswith("is neither a parameter nor a buffer of it")
     assert not any(tensor.is_meta for tensor in module_state(gm).values())
@@ -90,11 +106,10 @@ def test_the_model_is_as_it_was_when_the_capture_fails():
 
 
 def test_a_program_that_computes_with_the_number_of_a_layer_is_captured_whole(monkeypatch):
-    plain = LlamaDecoderLayer.forward
 
     def forward(self, hidden_states, *args, **kwargs):
         scale = 2.0 if self.self_attn.layer_idx == 3 else 1.0  # which is not captured
-        return plain(self, hidden_states * scale, *args, **kwargs)
+        return attention_alone(self, hidden_states * scale, *args, **kwargs)
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
     model = deep("llama", 6)

@@ -23,7 +23,7 @@ from graft.models.load import load_model
 from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
-from marks import short
+from marks import FULL, short
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +57,8 @@ def test_a_stored_graph_is_the_captured_one(family):
     with torch.no_grad():
         assert torch.equal(loaded(ids, positions)[0], fresh(ids, positions)[0])
         assert not torch.equal(loaded(ids + 1, positions)[0], fresh(ids, positions)[0])
-    reports = [
-        run_pipeline(gm, load_config({"verify": "matches"}), Context(route="decoder")) for gm in (fresh, loaded)
-    ]
+    checks = ((fresh, "matches" if FULL else "structure"), (loaded, "matches"))
+    reports = [run_pipeline(gm, load_config({"verify": verify}), Context(route="decoder")) for gm, verify in checks]
     assert matches(reports[0]) == matches(reports[1])
     assert {n: c for n, (_, c) in matches(reports[1]).items()} == model.family.expected_matches(model.layers)
     assert numbered(graph_text(loaded.graph)) == numbered(graph_text(fresh.graph))

@@ -16,7 +16,7 @@ from graft.passes.registry import TransformRegistry
 from graft.workbench.check import all_models
 
 NAME = "fuse_rms_norm"
-ONE = ("--dtype", "float32")  # that results are compared in others as well is held by the first two tests
+ONE = ("--dtype", "float32")  # that results are compared in others as well is held by the second test
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +33,7 @@ def graft(*args, code=0):
 
 
 def test_a_good_transform_ends_with_0():
-    lines = graft(NAME).stdout.splitlines()
+    lines = graft(NAME, *ONE).stdout.splitlines()
     assert lines[0] == f"{NAME} on tiny-llama (float32, cpu): {len(LIST)} pass"
     assert [line.split("  ")[2] for line in lines[1 : len(LIST) + 2]] == [*LIST, "end to end"]
     assert re.fullmatch(r"nothing failed, \d+\.\d s", lines[-1])
