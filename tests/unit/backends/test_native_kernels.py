@@ -9,7 +9,7 @@ from native_cases import check_op, needs_compiler, poisoned
 pytestmark = needs_compiler
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "op",
     ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "linear", "fused_linear", "moe_route", "moe_experts",

@@ -17,23 +17,23 @@ from graft.engine.kv.moves import Offload, Reload
 from marks import FULL, examples, short
 
 
-@pytest.mark.parametrize("seed", short(range(24), *range(10)))
+@pytest.mark.parametrize("seed", short(range(24), *range(4)))
 def test_random_traces_hold_the_model(seed):
     random_trace(seed)
 
 
-@pytest.mark.parametrize("seed", short(range(100, 120), *range(100, 110)))
+@pytest.mark.parametrize("seed", short(range(100, 120), *range(100, 105)))
 def test_random_traces_with_a_bad_hash_hold_the_model(seed):
     random_trace(seed, hash_block=bits(seed % 5))
 
 
-@pytest.mark.parametrize("seed", range(200, 204))
+@pytest.mark.parametrize("seed", short(range(200, 204), 200, 201))
 def test_random_traces_without_prefix_reuse_or_events(seed):
     sim = random_trace(seed, prefix_reuse=False, events=None)
     assert sim.manager.stats().free == sim.manager.blocks
 
 
-@pytest.mark.parametrize("seed", short(range(300, 330), *range(300, 312)))
+@pytest.mark.parametrize("seed", short(range(300, 330), *range(300, 306)))
 def test_random_traces_with_host_memory_hold_the_model(seed):
     random_trace(seed, host_blocks=1 + seed % 9, hash_block=bits(seed % 5) if seed % 3 == 0 else block_hash)
 

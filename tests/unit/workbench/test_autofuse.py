@@ -6,6 +6,7 @@ import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +24,8 @@ from graft.workbench.autofuse.trial import TrialOrder, main
 from graft.workbench.autofuse.writing import write_trial
 from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.destination import Destination
+from marks import FULL
+from processes import Forked
 from row_cases import GATED, RowPattern, fresh, loaded, write
 
 OFF = tuple(f"transforms.{name}.enabled=false" for name in ("fuse_rms_norm", "fuse_swiglu", "fuse_rope"))
@@ -133,6 +136,10 @@ def order(folder: Path, tests: str) -> TrialOrder:
     )  # fmt: skip
 
 
+def forked(command, *, env, stdout, **_):
+    return Forked(*command[2:], env=env, stdout=stdout, stderr=stdout)  # less the interpreter and -P
+
+
 HANGS = "import time\ndef test_it():\n    time.sleep(600)\n"
 CRASHES = "import os, signal\ndef test_it():\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
 FAILS = "def test_it():\n    assert 1 == 2, 'the kernel is wrong'\n"
@@ -146,7 +153,10 @@ FAILS = "def test_it():\n    assert 1 == 2, 'the kernel is wrong'\n"
         pytest.param(FAILS, 300.0, "tests: test_it: ", marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_a_kernel_does_ends_in_its_own_process(tests, limit, failure, tmp_path):
+def test_what_a_kernel_does_ends_in_its_own_process(tests, limit, failure, tmp_path, monkeypatch):
+    if not FULL:  # from a process that has torch, whose import takes most of the time
+        processes = SimpleNamespace(Popen=forked, DEVNULL=None, STDOUT=None)
+        monkeypatch.setattr("graft.workbench.autofuse.process.subprocess", processes)
     asked = order(tmp_path, tests)
     found = run_trial(asked, [Path(asked.packages[0]).parent], limit)
     assert failure in found["failure"] and found["times"] == []

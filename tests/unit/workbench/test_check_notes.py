@@ -47,7 +47,13 @@ def test_elsewhere():
 """
 
 
-def test_tests_are_counted_as_they_ran(tmp_path):
+@pytest.fixture
+def no_plugins(monkeypatch):
+    """Of what is installed: five processes would import all of them."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+def test_tests_are_counted_as_they_ran(tmp_path, no_plugins):
     file = tmp_path / "test_fuse_mine.py"
     file.write_text(TESTS)
     found = run_tests([file], tmp_path)
@@ -66,7 +72,7 @@ def test_tests_are_counted_as_they_ran(tmp_path):
     assert run_tests([], tmp_path).line().verdict == "fail"
 
 
-def test_tests_that_hang_are_ended(tmp_path):
+def test_tests_that_hang_are_ended(tmp_path, no_plugins):
     file = tmp_path / "test_fuse_mine.py"
     file.write_text("import time\ndef test_it():\n    time.sleep(900)\n")
     assert "took longer than 3 s" in run_tests([file], tmp_path, limit=3.0).problem

@@ -76,9 +76,9 @@ def test_a_fusion_that_is_off_shows_as_kernels():
 def test_of_experts_those_that_are_reached_count():
     """Two of four experts for one token; for more as many as an even router reaches."""
     one, three = (
-        next(k for k in cost("tiny-mixtral", batch).kernels if k.op == "graft.moe_experts") for batch in (1, 3)
+        next(k for k in cost("tiny-qwen3-moe", batch).kernels if k.op == "graft.moe_experts") for batch in (1, 3)
     )
-    expert = 3 * 32 * 64 * 4
+    expert = 3 * 32 * 32 * 4
     assert one.bytes == 2 * expert + 4 * (2 * 32 + 2) + 8 * 2
     assert three.bytes == 4 * expert * 7 // 8 + 3 * (4 * (2 * 32 + 2) + 8 * 2)
 
