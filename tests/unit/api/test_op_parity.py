@@ -125,6 +125,7 @@ def test_parts_are_views_as_in_eager_whatever_their_schema_says(route, program):
     assert tried(sample(program, torch.randn(4, 3)), route) == ("same", "")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("program", "notes"),
     [

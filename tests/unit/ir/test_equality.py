@@ -14,6 +14,7 @@ from graft.ir.equality.terms import NotProved
 from graft.ir.evaluate import RecordedCall, Subprogram
 from graft.ir.nodes import output_node, placeholders, val
 from graft.ir.trace import export_graph, raw_trace
+from marks import FULL
 
 NAMES = ("x", "y", "z", "w", "half", "big")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -208,7 +209,7 @@ edits = st.sampled_from(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=100 if FULL else 10, deadline=None)
 @given(names, edits, st.booleans(), st.integers(0, 3))
 def test_whatever_is_proved_gives_the_same_bits(fakes, steps, edit, swap, at):
     other = [edit[1] if step == edit[0] else step for step in steps]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -311,8 +312,14 @@ def test_the_source_is_a_pattern_that_matches_its_model_everywhere(block):
     assert len(matches) == candidate.count == LAYERS and candidate.pattern_problem() == ""
 
 
+@cache
+def found_in_gemma():
+    """Tests only look at it."""
+    return discover_model("tiny-gemma-2", load_config())
+
+
 def test_a_candidate_that_cannot_be_a_pattern_says_why():
-    found = discover_model("tiny-gemma-2", load_config())
+    found = found_in_gemma()
     norms = next(c for c in found.candidates if c.title == "rms_norm → add_rms_norm")
     assert norms.count == 3 and norms.pattern_problem() == ""  # two results, of which neither comes from the other
     table = next(c for c in found.candidates if c.kind == "position_table")

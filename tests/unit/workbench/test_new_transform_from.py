@@ -6,14 +6,22 @@ import json
 
 import pytest
 import torch
-from test_discover import CubedReluMLP, GatedResidual, LogitScaledNorm, Silu, Stack, graph_of, transformed
+from test_discover import (
+    CubedReluMLP,
+    GatedResidual,
+    LogitScaledNorm,
+    Silu,
+    Stack,
+    found_in_gemma,
+    graph_of,
+    transformed,
+)
 from torch import nn
 from typer.testing import CliRunner
 
 from graft.base.errors import PatternError, ShapesUnknown, UnknownCandidate, UsageError
 from graft.cli.app import app
-from graft.passes.config import load_config
-from graft.workbench.discover import discover, discover_model
+from graft.workbench.discover import discover
 from graft.workbench.scaffold.candidate import existing_call, read_seed, seed_of
 from graft.workbench.scaffold.plan import transform_from
 
@@ -122,7 +130,7 @@ def test_candidates_without_shapes_or_a_pattern_and_names_that_are_taken_are_ref
     del next(n for n in gm.graph.nodes if n.target is torch.ops.aten.sigmoid.default).meta["val"]
     with pytest.raises(ShapesUnknown, match="no recorded shape"):
         read_seed("ab", lambda: discover(gm))
-    found = discover_model("tiny-gemma-2", load_config())
+    found = found_in_gemma()
     table = next(c for c in found.candidates if c.kind == "position_table")
     with pytest.raises(PatternError, match=r"cannot be a pattern: it reads %size"):
         seed_of(table, found.model)
