@@ -4,13 +4,12 @@ it gives is tested on a GPU (tests/gpu/test_attention.py); here it is compiled f
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from float8_cases import float8_cache
+from gpu_code import compiled
 from graft.ops import OPS
 from graft.ops.cached_attention import op as attention
 from graft.ops.cached_attention.gather.triton import ALIGN, CHUNK, gather, rows_for, starts_kernel
@@ -109,51 +108,10 @@ def test_a_cpu_has_no_gluon():
         assert "no CUDA device" in attention.flash_problem(OPS["cached_attention"].call(*args.values()))
 
 
-PROGRAM = """
-import re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from graft.ops.cached_attention.flash.gluon import STAGES, flash_kernel, tile_of
-
-tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-def compiled(d, name, dtype, windowed):
-    tile = tile_of(d)
-    layout = gl.NVMMASharedLayout.get_default_for([tile, d], dtype)
-    desc = f"tensordesc<{name}[{tile}, {d}],{layout!r}>"
-    signature = dict(q=f"*{name}", k_desc=desc, v_desc=desc, out=f"*{name}")
-    signature |= dict.fromkeys(("cu_seqlens", "starts", "seq_lens"), "*i64")
-    signature |= dict.fromkeys(("sq_t", "sq_h", "heads"), "i32") | dict(factor="fp32", window="i32", n="i32")
-    fixed = dict(GROUP=4, GROUP_PAD=4, TILE=tile, D=d, STAGES=STAGES, HAS_WINDOW=windowed)
-    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 3, 5, 7, 8)}
-    source = GluonASTSource(flash_kernel, signature | dict.fromkeys(fixed, "constexpr"), fixed, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-
-for kind in ((256, "bf16", gl.bfloat16, True), (128, "bf16", gl.bfloat16, False))[: int(sys.argv[1])]:
-    made = compiled(*kind)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    spilled = re.search(r"STACK:(\\d+).*LOCAL:(\\d+)", said)
-    flying = len(re.findall(r"wgmma.wait_group.sync.aligned\\s+1;", made.asm["ptx"]))
-    print(kind[0], "spilled", spilled[1], spilled[2], "in flight", flying, "shared", made.metadata.shared)
-"""
-
-
-def test_it_compiles_for_a_gpu_without_spilling(monkeypatch, tmp_path):
+def test_it_compiles_for_a_gpu_without_spilling():
     """The product with the values is in flight while the scores are waited for, once in each warpgroup's loop."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    program = tmp_path / "compile.py"
-    program.write_text(PROGRAM)
     sizes = [256, 128] if FULL else [256]  # the larger one is short of registers
-    # a new process: Triton reads what was deleted while it is imported, which a forked one has done
-    command = [sys.executable, str(program), str(len(sizes))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = compiled()
     lines = re.findall(r"^(\d+) spilled (\d+) (\d+) in flight (\d+) shared (\d+)$", done.stdout, re.MULTILINE)
     assert [int(line[0]) for line in lines] == sizes, done.stderr
     for _, stack, local, flying, shared in lines:

@@ -23,7 +23,7 @@ from marks import FULL, firsts, left_out
 from row_cases import ADD_NORM, GEMM_NORMED, GEMMS, PATTERNS, WIDE, RowPattern, fresh, loaded, write
 
 
-@pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 3), ids=lambda p: p.name)
+@pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 4), ids=lambda p: p.name)
 def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)
     written = write(pattern, tmp_path / "row-kernels")
