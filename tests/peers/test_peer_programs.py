@@ -114,7 +114,7 @@ def test_alone(route, program):
     check(route, program)
 
 
-@on("inductor", "torch.compile", alone=True, short=["custom_ops.last_row_at_a_dynamic_size"])
+@on("inductor", "torch.compile", alone=True, short=["torch.compile-custom_ops.last_row_at_a_dynamic_size"])
 def test_alone_with_generated_code(route, program):
     check(route, program)
 

@@ -41,8 +41,7 @@ def check_rows(gm):
     assert str(logits.meta["val"].shape[1]) == str(norm.meta["val"].shape[1]) == str(index.meta["val"].shape[0])
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2", "qwen3-moe"))
+@pytest.mark.parametrize("family", short(FAMILIES, "llama"))  # the matches of others: test_golden_graphs.py
 def test_counts_and_greedy_tokens(family):
     model = tiny(family)
     fused, plain = (graft.LLM(model, config=config, backend="eager") for config in (forced(), None))
