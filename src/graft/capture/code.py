@@ -34,9 +34,11 @@ BUILTIN = (
 )  # fmt: skip
 
 
-# Of a class: what no call depends on, what transformers notes there once it has looked at its own code, and what it
-# puts on torch's Module when it first fills in weights.
-UNTOLD = ("__dict__", "__weakref__", "__doc__", "__annotations__", "_cached_value", "smart_apply")
+# Of a class: what no call depends on, what Python notes there when an object is first copied, what transformers does
+# once it has looked at its own code, and what it puts on torch's Module when it first fills in weights.
+UNTOLD = ("__dict__", "__weakref__", "__doc__", "__annotations__", "__slotnames__", "_cached_value", "smart_apply")
+# Of a Python module: what transformers notes of every class of models that this process has made, from the class.
+NOTED = frozenset({"_CAN_RECORD_REGISTRY"})
 
 
 class Unknowable(Exception):
@@ -137,7 +139,7 @@ class Description:
         """What these names mean there; of a Python module, what they mean in it (`nn.functional.silu`)."""
         found = []
         for name in names:
-            value = namespace.get(name, self)
+            value = namespace.get(name, self) if name not in NOTED else self
             if isinstance(value, types.ModuleType) and package_of(value.__name__) in sys.stdlib_module_names:
                 continue  # Python's version stands for it; `os.environ` is not code
             if isinstance(value, types.ModuleType):

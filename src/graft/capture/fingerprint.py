@@ -23,8 +23,9 @@ LIBRARIES = ("torch", "transformers")
 # what of graft makes the graph
 SOURCES = ("capture", "ir", "ops/attention", "ops/causal_conv", "ops/gated_delta_rule")
 STATE = frozenset(vars(torch.nn.Module()))  # what every module has
-# where it was loaded from: a copy, and another checkpoint of the same architecture, have the same graph
-ORIGIN = frozenset({"name_or_path", "_name_or_path"})
+# where it was loaded from, and the class that is noted when it is saved: a copy, and another checkpoint of the same
+# architecture, have the same graph
+ORIGIN = frozenset({"name_or_path", "_name_or_path", "architectures"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 

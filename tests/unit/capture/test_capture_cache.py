@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
+from transformers.utils import output_capturing
 
 import graft
 from graft.base.caches import GRAPHS
@@ -77,6 +78,21 @@ def test_equal_models_have_one_fingerprint():
     elsewhere = llama()
     elsewhere.name_or_path = elsewhere.config._name_or_path = "another folder"
     assert fingerprint(elsewhere) == known(), "a copy has the same graph"
+
+
+def test_what_the_process_did_with_other_models_does_not_count(monkeypatch):
+    """Python notes a class's slots when an object is first copied, transformers every class of models it has made,
+    and in a configuration which class was saved."""
+    model = llama()
+    for cls in type(model.config).__mro__:
+        if "__slotnames__" in vars(cls):
+            monkeypatch.delattr(cls, "__slotnames__")
+    before = fingerprint(model)
+    copy.deepcopy(model.config)
+    assert "__slotnames__" in vars(type(model.config))
+    monkeypatch.setitem(output_capturing._CAN_RECORD_REGISTRY, "another", {"attentions": torch.nn.Linear})
+    model.config.architectures = ["LlamaForCausalLM"]
+    assert fingerprint(model) == before
 
 
 @pytest.mark.some(5)
