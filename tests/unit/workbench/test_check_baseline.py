@@ -18,7 +18,7 @@ from graft.workbench.check import CheckRequest, check
 from graft.workbench.check.outputs import distance, kind_of_inputs, off_text
 from graft.workbench.check.scenario import ROWS
 from graft.workbench.dump import dump_model
-from marks import FULL, left_out
+from marks import left_out
 
 CONFIG = load_config()
 # the first stage alone, where a run of every transform is not needed
@@ -63,7 +63,7 @@ def change(report, name=NAME):
 
 
 def test_the_same_run_is_unchanged(saved):
-    report = checked(baseline=saved, config=CONFIG if FULL else SHORT)
+    report = checked(baseline=saved)
     assert report.ok and kinds(report) == {} and len(report.changes) == len(report.checks) > 15
     assert {c.drift for c in report.changes} == {0.0}
     assert report.baseline == str(saved) and report.notes[-1].startswith("for another device, tried on the cpu")
