@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.ir.edit import attribute
+from graft.ir.effects import is_mutating, storage_root, with_views
 from graft.ir.nodes import calls, is_op, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.base import Context, TransformConfig
@@ -27,8 +28,8 @@ class FoldConstants(Rewriter):
     after:   %y = graft.layer_norm(%x, %g_folded, %bias, eps)
 
     Elementwise calls and casts of vectors (Nemotron adds 1 to each norm's weight, Qwen3-Next takes -exp of a layer's
-    decays: kernels in every step). Matrices stay: folded they would be a second copy. Numerics: bitwise, since the
-    calls themselves run.
+    decays: kernels in every step). Matrices stay: folded they would be a second copy. So does what the graph writes
+    in place, or gives away: a constant is the same in every step. Numerics: bitwise, since the calls themselves run.
 
     A walk: which calls they are does not matter, but what they read.
     """
@@ -56,6 +57,8 @@ class FoldConstants(Rewriter):
             raise Refused(node, f"{where(node)} gives a matrix, which would be a second copy of its weights")
         chain = chain_of(node)
         weights = dict.fromkeys(one for part in chain for one in part.all_input_nodes if one.op == "get_attr")
+        check_constant(run, [*chain, *weights])
+        check_kept(node)
         return Match("", {f"weight_{index}": one for index, one in enumerate(weights)}, {}, chain, (node,))
 
     def write(self, run: RewriteRun, match: Match) -> list[Node]:
@@ -69,10 +72,25 @@ class FoldConstants(Rewriter):
 
 
 def reads_weights(node: Node, folded: Collection[Node]) -> bool:
+    """In-place calls have the tag too, and would write the weights here."""
     inputs = node.all_input_nodes
     pointwise = is_op(node, CAST) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    pointwise = pointwise and not is_mutating(node)
     given = all(one.op == "get_attr" or one in folded for one in inputs)
     return bool(inputs) and given and pointwise and tensor_val(node) is not None
+
+
+def check_constant(run: RewriteRun, nodes: Sequence[Node]) -> None:
+    """Refused where any of them is written, before or after: the next step would read what was true of this one."""
+    written = next((node for node in nodes if storage_root(node) in run.mutated), None)
+    if written is not None:
+        raise Refused(written, f"the graph writes {where(written)} in place, so it is not the same in every step")
+
+
+def check_kept(node: Node) -> None:
+    """Refused where the caller gets the memory, and may write it."""
+    if any(user.op == "output" for view in with_views([node]) for user in view.users):
+        raise Refused(node, f"{where(node)} is a result of the graph, and the caller's to change")
 
 
 def chain_of(node: Node) -> tuple[Node, ...]:

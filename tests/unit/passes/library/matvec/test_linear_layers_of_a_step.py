@@ -257,6 +257,55 @@ def test_a_matrix_is_not_kept_twice():
     refused(lambda m, x, r: F.linear(x, m.w) + r, "fold_constants", "no call of the graph reads weights alone")
 
 
+def counted(m, x):
+    before = m.steps + 1
+    m.steps.add_(1)
+    return x * before
+
+
+def counted_by_copy(m, x):
+    m.steps.copy_(m.steps + 1)
+    return x * m.steps
+
+
+def changed_by_the_input(m, x):
+    gain = m.g * 2
+    gain.add_(x[0, 0])
+    return x * gain
+
+
+def changed_in_place(m, x):
+    gain = m.g + 1
+    first = x * gain
+    gain.mul_(3)
+    return first + gain
+
+
+def given_away(m, x):
+    return x + 1, m.g + 1
+
+
+NOT_CONSTANT = {counted: "the graph writes %steps", counted_by_copy: "the graph writes %steps"}
+NOT_CONSTANT |= {changed_by_the_input: "in place", changed_in_place: "in place", given_away: "a result of the graph"}
+
+
+@pytest.mark.parametrize("function", NOT_CONSTANT, ids=lambda function: function.__name__)
+def test_what_is_written_or_given_away_is_computed_in_every_step(function):
+    """A constant would be what the first step made of it, or be written by every step."""
+
+    class Counts(Function):
+        def __init__(self):
+            super().__init__(function)
+            self.register_buffer("steps", torch.zeros(D))
+
+    module, other, x = Counts(), Counts(), x_of(2, 3, D)
+    gm, report = transformed(module, (x,), "fold_constants")
+    record = report.transforms["fold_constants"]
+    assert not record.matches and NOT_CONSTANT[function] in record.reason
+    for _ in range(3):
+        torch.testing.assert_close(gm(x), other(x))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_plain_linear_layer_is_dispatched(bias):
     module, x = Function(lambda m, x: F.linear(x, m.w, m.b if bias else None)), x_of(2, 3, D)
