@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 FLOAT8_CAPABILITY = (8, 9)
 HOPPER = (9, 0)
@@ -41,6 +42,13 @@ def device_name(device: torch.device) -> str:
 def processors(device: torch.device) -> int:
     """Multiprocessors; few where the interpreter runs the kernels."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """[..., d] as [n, d], whose values lie side by side. Of a permuted batch of one (channels that became the last
+    dim) `reshape` makes a view in which they do not."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def pdl_supported(device: torch.device) -> bool:

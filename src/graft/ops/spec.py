@@ -119,6 +119,15 @@ def define(spec: OpSpec) -> OpSpec:
     return spec
 
 
+def vector_problem(size: int, *vectors: torch.Tensor | None) -> str | None:
+    """Why kernels, which read `size` values side by side of a weight or bias, cannot take one of these, or None."""
+    for vector in vectors:
+        if vector is not None and (vector.dim() != 1 or vector.shape[0] != size or vector.stride(0) != 1):
+            shape, steps = list(vector.shape), list(vector.stride())
+            return f"a weight or bias is {shape} in steps of {steps}, not {size} in a row"
+    return None
+
+
 def needs_triton(*tensors: torch.Tensor | None) -> str | None:
     """None when Triton can run on these tensors, else why not."""
     for tensor in tensors:

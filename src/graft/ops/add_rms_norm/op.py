@@ -10,7 +10,7 @@ from torch import Tensor
 from graft.ops.add_rms_norm.reference import add_rms_norm
 from graft.ops.call import Call
 from graft.ops.rms_norm.op import aten_norm_problem
-from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton, vector_problem
 
 
 def fake(
@@ -33,7 +33,7 @@ def triton_problem(call: Call) -> str | None:
         return f"dtypes differ: {x.dtype}, {residual.dtype}, {weight.dtype}"
     if x.shape != residual.shape:
         return f"x is {tuple(x.shape)} and residual is {tuple(residual.shape)}"
-    return needs_triton(x, residual, weight)
+    return vector_problem(x.shape[-1], weight) or needs_triton(x, residual, weight)
 
 
 def aten_problem(call: Call) -> str | None:

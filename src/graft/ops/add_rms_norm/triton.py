@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.launch import pdl_supported
+from graft.ops.launch import dense_rows, pdl_supported
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def add_rms_norm_triton(
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     d = x.shape[-1]
-    rows, others = x.reshape(-1, d), residual.reshape(-1, d)  # [n, d]
+    rows, others = dense_rows(x), dense_rows(residual)  # [n, d]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
     block = triton.next_power_of_2(d)

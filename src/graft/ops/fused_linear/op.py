@@ -24,7 +24,7 @@ from graft.ops.fused_linear.kinds import (
     how_problem,
 )
 from graft.ops.fused_linear.reference import fused_linear, rounds
-from graft.ops.spec import Kernel, OpSpec, Pick, define, native, needs_triton
+from graft.ops.spec import Kernel, OpSpec, Pick, define, native, needs_triton, vector_problem
 from graft.weights.packing import PACKED
 from graft.weights.tiles import tiles_problem
 
@@ -57,7 +57,11 @@ def gpu_problem(call: Call) -> str | None:
         return f"x is {x.dtype} and the weight {weight.dtype}"
     if not weight.is_contiguous():
         return "the weight does not lie row by row"
-    if residual is not None and residual.dim() != x.dim():
+    rows = weight.shape[0] if call.scale is None else call.scale.shape[0]
+    problem = vector_problem(rows, call.bias) or vector_problem(x.shape[-1], call.norm, call.norm_bias)
+    if problem is not None:
+        return problem
+    if residual is not None and residual.shape[:-1] != x.shape[:-1]:
         return "the residual is broadcast"
     return None
 

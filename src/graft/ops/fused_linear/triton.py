@@ -52,8 +52,8 @@ class LinearCall(NamedTuple):
 
     @property
     def divided(self) -> bool:
-        """Whether x is normed."""
-        return self.normed or self.norm is not None
+        """Whether x is normed: a LayerNorm may have no weight."""
+        return self.normed or self.norm is not None or self.center
 
     @property
     def gated(self) -> bool:

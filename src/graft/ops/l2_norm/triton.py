@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.launch import dense_rows
+
 
 @triton.jit
 def l2_norm_kernel(x, out, stride_row, d, eps, FORM: tl.constexpr, BLOCK: tl.constexpr):
@@ -29,7 +31,7 @@ def l2_norm_kernel(x, out, stride_row, d, eps, FORM: tl.constexpr, BLOCK: tl.con
 
 def l2_norm_triton(x: Tensor, eps: float, form: str = "sum") -> Tensor:
     d = x.shape[-1]
-    rows = x.reshape(-1, d)  # [n, d]
+    rows = dense_rows(x)  # [n, d]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
     l2_norm_kernel[(rows.shape[0],)](

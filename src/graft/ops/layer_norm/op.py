@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graft.ops.call import Call
 from graft.ops.layer_norm.reference import layer_norm
-from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton, vector_problem
 
 
 def fake(
@@ -39,7 +39,10 @@ def aten_problem(call: Call) -> str | None:
 
 def triton_problem(call: Call) -> str | None:
     given = call.x, call.weight, call.bias
-    return rounds_once(call) or same_dtype(*given) or needs_triton(*given)
+    if call.x.dtype is torch.float64:
+        return "it computes in float32"
+    problem = vector_problem(call.x.shape[-1], call.weight, call.bias)
+    return problem or rounds_once(call) or same_dtype(*given) or needs_triton(*given)
 
 
 def run_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *_: object) -> Tensor:

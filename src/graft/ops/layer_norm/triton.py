@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.launch import pdl_supported
+from graft.ops.launch import dense_rows, pdl_supported
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def layer_norm_kernel(
 def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *_: object) -> Tensor:
     """The rest of the op's arguments say how the model rounds; the kernel is float32 inside and rounds once."""
     d = x.shape[-1]
-    rows = x.reshape(-1, d)  # [n, d]
+    rows = dense_rows(x)  # [n, d]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
     pdl = pdl_supported(x.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graft.ops.call import Call
 from graft.ops.rms_norm.reference import rms_norm
-from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton, vector_problem
 
 
 def fake(
@@ -29,9 +29,9 @@ def triton_problem(call: Call) -> str | None:
     row = call.dtype or call.x.dtype
     if row != call.weight.dtype:
         return f"the row is {row} and weight is {call.weight.dtype}"
-    if call.residual is not None and (call.residual.dtype != row or call.residual.dim() != call.x.dim()):
+    if call.residual is not None and (call.residual.dtype != row or call.residual.shape != call.x.shape):
         return f"the residual is {call.residual.dtype} and the row {row}, or it is broadcast"
-    return needs_triton(call.x, call.weight, call.residual)
+    return vector_problem(call.x.shape[-1], call.weight) or needs_triton(call.x, call.weight, call.residual)
 
 
 def aten_problem(call: Call) -> str | None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.launch import pdl_supported
+from graft.ops.launch import dense_rows, pdl_supported
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def rms_norm_triton(
     residual: Tensor | None = None,
 ) -> Tensor:
     d = x.shape[-1]
-    rows = x.reshape(-1, d)  # [n, d]
-    others = rows if residual is None else residual.reshape(-1, d)
+    rows = dense_rows(x)  # [n, d]
+    others = rows if residual is None else dense_rows(residual)
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
     warps = 4 if block <= 2048 else 8

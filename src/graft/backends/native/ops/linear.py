@@ -53,9 +53,11 @@ def lower_gemm(
     eps: float = 0.0, offset: float = 0.0, activation: str = "none", residual: Any = None, normed: bool = False,
     glu: bool = True, alpha: float = 1.0, transposed: bool = False,
 ) -> None:  # fmt: skip
-    rows, out = plan.flat(x), plan.new(node)
+    rows, out, gated = plan.flat(x), plan.new(node), activation != "none" and glu
+    check_vector(bias, out.layout.width * (1 + gated))
+    check_vector(norm, rows.layout.width)
     if scale is None:
-        pointer, form = matrix(plan, weight, transposed, activation != "none" and glu)
+        pointer, form = matrix(plan, weight, transposed, gated)
     else:
         pointer, form = tiles(plan, weight, rows.layout.width)
     sum_with = None if residual is None else plan.flat(residual)
@@ -73,6 +75,12 @@ def lower_gemm(
         shared=Text("call.shared"),
     )  # fmt: skip
     plan.bind(node, out)
+
+
+def check_vector(vector: Any, size: int) -> None:
+    """The kernel reads a value for each row of the weight, or each column; torch spreads fewer over all of them."""
+    if vector is not None and tuple(tensor_of(vector).shape) != (size,):
+        raise NotLowered(f"{vector} is {list(tensor_of(vector).shape)}, not {size} values")
 
 
 def matrix(plan: Planner, weight: Any, transposed: bool, gated: bool) -> tuple[WeightPointer, str]:
