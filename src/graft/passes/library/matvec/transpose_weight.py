@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from graft.ir.edit import attribute
 from graft.ir.nodes import calls, is_op, is_weight, same_sizes, tensor_of, where
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.base import Context, TransformConfig
@@ -16,6 +17,7 @@ from graft.passes.rewriter import Rewriter, RewriteRun
 
 aten = torch.ops.aten
 ADDMM, RESHAPE = aten.addmm.default, aten.reshape.default
+GEMMS = (ADDMM, aten.mm.default, LINEAR, torch.ops.graft.fused_linear.default)  # take a weight in any layout
 
 
 @TransformRegistry.register("transpose_weight")
@@ -57,7 +59,7 @@ class TransposeWeight(Rewriter):
         problem = owner_problem(run.gm, [weight], "the GEMM")
         if problem is not None:
             raise Refused(node, problem)
-        check_memory(run.gm, str(weight.target), node)
+        check_memory(run, str(weight.target), node)
         return Match("", {"x": flat.args[0], "weight": weight, "bias": bias}, {}, (result, node), (result,))
 
     def write(self, run: RewriteRun, match: Match) -> list[Node]:
@@ -86,12 +88,21 @@ def check_call(node: Node, bias: Node, weight: Node) -> None:
         raise Refused(node, f"what {where(node)} adds is no bias")
 
 
-def check_memory(gm: GraphModule, name: str, node: Node) -> None:
-    """Refused where others lie in the memory of the weight: it moves away from them."""
-    weight = gm.get_parameter(name)
-    other = None if weight.t().is_contiguous() else sharer(gm, [weight])
+def check_memory(run: RewriteRun, name: str, node: Node) -> None:
+    """Refused where others lie in the memory of the weight, or read it as it lies: it moves away from them; and where
+    its numbers are still in a file."""
+    weight = run.gm.get_parameter(name)
+    if run.context.lazy is not None and weight in run.context.lazy:
+        raise Refused(node, f"the weight {name} lies in its file, in blocks")
+    if weight.t().is_contiguous():
+        return
+    other = sharer(run.gm, [weight])
     if other is not None:
         raise Refused(node, f"the weight {name} shares its memory with {other}")
+    held = [one for one in run.gm.graph.nodes if one.op == "get_attr" and attribute(run.gm, one.target) is weight]
+    reader = next((user for one in held for user in one.users if not is_op(user, *GEMMS)), None)
+    if reader is not None:
+        raise Refused(reader, f"{where(reader)} reads the weight {name} as it lies")
 
 
 def laid_out(weight: torch.nn.Parameter) -> Tensor:

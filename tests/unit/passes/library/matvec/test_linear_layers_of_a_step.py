@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from decode_cases import D, norm, run_transforms, targets, transformed, x_of
+from decode_cases import D, norm, only, run_transforms, targets, transformed, x_of
 from graft.base.errors import TransformError
 from graft.ir.edit import second_module
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls
 from graft.ir.trace import export_graph
+from graft.passes.base import Context
 from graft.passes.library.matvec import fuse_residual_into_matvec
+from graft.passes.pipeline import run_pipeline
+from graft.weights.lazy import LazyWeights
 
 ACTIVATION, NORM, DISPATCH = "fuse_activation_into_matvec", "fuse_residual_into_norm", "dispatch_linear"
 
@@ -189,6 +192,30 @@ def test_sums_that_stay(reason):
 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def strided(m, x):
+    return by_columns(m, x) + m.columns.as_strided((D,), (2,))
+
+
+def test_a_weight_that_is_read_as_it_lies_is_not_turned():
+    module, x = Function(strided), x_of(2, 3, D)
+    expected = module(x)
+    gm, report = transformed(module, (x,), "transpose_weight")
+    record = report.transforms["transpose_weight"]
+    assert not record.matches and "reads the weight columns as it lies" in record.reason
+    torch.testing.assert_close(gm(x), expected)
+
+
+def test_a_weight_that_lies_in_its_file_is_not_turned():
+    """Its memory was never written: turned, nobody would know what belongs there."""
+    module = Function(by_columns)
+    captured, lazy = export_graph(module, (x_of(2, 3, D),)), LazyWeights()
+    lazy.put(captured.get_parameter("columns"))
+    context = Context(route="decoder", context_length=64, lazy=lazy)
+    report = run_pipeline(captured, only("transpose_weight", verify="structure"), context)
+    record = report.transforms["transpose_weight"]
+    assert not record.matches and "lies in its file" in record.reason
 
 
 def by_columns(m, x):
