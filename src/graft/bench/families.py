@@ -7,6 +7,7 @@ side; then each waits for its turn, and is measured while the others do nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -90,17 +91,16 @@ def models_of(names: Sequence[str], *, all_sizes: bool) -> tuple[str, ...]:
 def measure_families(plan: FamilyPlan, progress: Progress | None = None) -> FamilyTable:
     """Row by row. Ctrl-C ends it with what is there."""
     tell, began, table, done = progress or (lambda *_: None), time.monotonic(), FamilyTable(), 0
-    known = entries()
+    known, end = entries(), math.inf if plan.time_limit is None else began + plan.time_limit
     for wave in waves(plan):
-        left = None if plan.time_limit is None else plan.time_limit - (time.monotonic() - began)
-        if left is not None and left <= 0:
+        if time.monotonic() >= end:
             for model in wave:
                 rows = failed_rows(plan, known[model], "not begun: raise --time-limit", begun=False)
                 table = with_rows(table, rows)
             continue
         tell(f"{', '.join(wave)}: building and measuring", done, len(plan.models))
         try:
-            for model, said, why in in_processes(plan, wave, LONGEST if left is None else min(left, LONGEST)):
+            for model, said, why in in_processes(plan, wave, LONGEST, end):
                 rows = failed_rows(plan, known[model], why) if said is None else rows_of(plan, known[model], said)
                 setup = table.setup or ({} if said is None else said["bench"]["setup"])
                 table, done = with_rows(replace(table, setup=setup), rows), done + 1
@@ -117,19 +117,25 @@ def waves(plan: FamilyPlan) -> Iterator[tuple[str, ...]]:
 
 
 def in_processes(
-    plan: FamilyPlan, models: Sequence[str], seconds: float
+    plan: FamilyPlan, models: Sequence[str], seconds: float, end: float = math.inf
 ) -> Iterator[tuple[str, dict[str, Any] | None, str]]:
-    """Each model with what its process says, or None and why there is nothing. seconds: to build, and to measure."""
+    """Each model with what its process says, or None and why there is nothing. seconds: to build, and to measure.
+    end: of the clock, when whatever runs is ended."""
     building: list[Building] = []
     try:
         for model in models:
             building.append(start({**asdict(plan), "model": model}))
-        wait_until_built(building, seconds)
+        wait_until_built(building, left(seconds, end))
         for model, one in zip(models, building, strict=True):
-            yield model, *finish(one, seconds)
+            yield model, *finish(one, left(seconds, end))
     finally:
         for one in building:
             one.close()
+
+
+def left(seconds: float, end: float) -> float:
+    """Of so many seconds, those before `end`."""
+    return max(min(seconds, end - time.monotonic()), 0.0)
 
 
 def with_rows(table: FamilyTable, rows: Sequence[FamilyRow]) -> FamilyTable:

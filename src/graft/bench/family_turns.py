@@ -39,6 +39,12 @@ class Building:
     def errors(self) -> Path:
         return Path(self.home.name) / "stderr"
 
+    def give_up(self, seconds: float) -> None:
+        """Ends it: it would go on beside those that are measured next."""
+        self.late = seconds
+        self.process.kill()
+        self.process.wait()
+
     def close(self) -> None:
         with self.process:  # its pipes are closed, and it is waited for
             self.process.kill()
@@ -70,17 +76,17 @@ def wait_until_built(building: Sequence[Building], seconds: float) -> None:
                 if not piece or BUILT in key.data.said:
                     waiting.unregister(key.fileobj)
         for key in list(waiting.get_map().values()):
-            key.data.late = seconds
-            key.data.process.kill()
+            key.data.give_up(seconds)
 
 
 def finish(one: Building, seconds: float) -> tuple[dict[str, Any] | None, str]:
     """What it says when it has measured, or None and why there is nothing."""
     rest = b""
-    try:
-        rest, _ = one.process.communicate(b"go\n", timeout=seconds)
-    except subprocess.TimeoutExpired:
-        one.late = seconds
+    if one.late is None:
+        try:
+            rest, _ = one.process.communicate(b"go\n", timeout=seconds)
+        except subprocess.TimeoutExpired:
+            one.give_up(seconds)
     if one.late is not None:
         return None, f"not through after {one.late:.0f} s"
     answer = (one.said + rest).rpartition(BUILT)[2].strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -125,8 +126,18 @@ def test_no_family_is_begun_after_the_limit(monkeypatch):
     }
 
 
+def test_the_limit_is_one_for_building_and_measuring(monkeypatch):
+    """Each of them is ended when the time is up, whatever was left when the first was begun."""
+    slow = "import sys, time; time.sleep(0.5); print('built', flush=True); sys.stdin.readline(); time.sleep(600)"
+    monkeypatch.setattr(family_turns, "PROGRAM", slow)
+    began = time.monotonic()
+    table = measure_families(replace(PLAN, side_by_side=2, time_limit=2.0))
+    assert time.monotonic() - began < 3.5 and len(table.rows) == 4
+    assert all(row.begun and "not through" in row.failed for row in table.rows)
+
+
 def test_ctrl_c_keeps_the_rows_that_are_there(monkeypatch):
-    def play(_, models, __):
+    def play(_, models, *__):
         yield models[0], None, "it died"
         raise KeyboardInterrupt
 
@@ -163,6 +174,40 @@ def test_models_are_built_side_by_side_and_measured_one_after_the_other(monkeypa
     assert lines[3:] == ["a measures", "a has measured", "b measures", "b has measured"]
 
 
+HANGS = """
+import json, os, sys, time
+asked = json.loads(sys.argv[1])
+print("built", flush=True)
+sys.stdin.readline()
+if asked["model"] == "a":
+    open(asked["device"], "w").write(str(os.getpid()))
+    time.sleep(600)
+pid = int(open(asked["device"]).read())
+try:
+    os.kill(pid, 0)
+    print(json.dumps("beside another"))
+except ProcessLookupError:
+    print(json.dumps("alone"))
+"""
+
+
+def test_one_that_hangs_has_ended_when_the_next_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(family_turns, "PROGRAM", HANGS)
+    found = list(in_processes(replace(PLAN, device=str(tmp_path / "pid")), ("a", "b"), 2.0))
+    assert found == [("a", None, "not through after 2 s"), ("b", "alone", "")]
+
+
+LEAVES_A_CHILD = "import subprocess, time; subprocess.Popen(['sleep', '20']); time.sleep(600)"
+
+
+def test_one_that_was_given_up_is_not_waited_for_again(monkeypatch):
+    """A child of its own may hold its standard output open."""
+    monkeypatch.setattr(family_turns, "PROGRAM", LEAVES_A_CHILD)
+    began = time.monotonic()
+    assert one_process(2.0) == (None, "not through after 2 s")
+    assert time.monotonic() - began < 3.5
+
+
 def test_a_process_whose_run_is_gone_ends(monkeypatch, tmp_path):
     monkeypatch.setattr(family_turns, "PROGRAM", "from graft.bench.family_process import wait_for_turn as w; w()")
     one = family_turns.start({})
@@ -187,7 +232,7 @@ def test_the_last_line_of_an_error(text, line):
 
 
 def test_the_command_prints_a_table_or_json_and_fails_where_a_family_does(monkeypatch):
-    failing = lambda _, models, __: ((model, None, "ValueError: no such thing") for model in models)  # noqa: E731
+    failing = lambda _, models, *__: ((model, None, "ValueError: no such thing") for model in models)  # noqa: E731
     monkeypatch.setattr(families, "in_processes", failing)
     shown = command("tiny-gpt2", "--device", "cpu", "--batch", "1")
     assert (
