@@ -208,6 +208,15 @@ WRONG = {
 }
 # op → case → why it stays eager: all other cases must be lowered
 REFUSED = {
+    "fused_linear": dict.fromkeys(
+        (
+            "stablelm gate-up, LayerNorm",
+            "starcoder2 up, LayerNorm, bias, no gate",
+            "cohere qkv, LayerNorm without bias, 3 tokens",
+            "minitron up, LayerNorm, 18 tokens",
+        ),
+        "its norm is a LayerNorm",
+    ),
     "moe_route": {
         "llama-4, sigmoid of one": "experts are chosen first and weighed by sigmoid",
     },

@@ -144,7 +144,8 @@ def emit_step(program: Program, index: int, step: KernelCall, seen: set[str]) ->
         lines += [f"    const auto {name} = {text};" for name, text in arguments]
         lines += [f"    {line.replace('{counter}', counter)}" for line in step.kernel.body]
     else:
-        given = [f"a.{name} = {text}" for name, text in arguments if text not in UNSET]
+        told = step.kernel.told
+        given = [f"a.{name} = {text}" for name, text in arguments if text not in UNSET or name in told]
         lines += [f"    {step.kernel.struct} a{{}};", *filled(given)]
         lines.append(f"    {step.kernel.name}(team, thread, {counter}, a, scratch);")
     return "\n".join([*lines, "  }", ""])

@@ -122,6 +122,7 @@ class NativeKernel:
     writes: tuple[str, ...] = ("out",)
     scratch: str = "0"  # floats that a thread needs, in C++
     shared: str = "0"  # floats that all threads of the step need together; the field `shared` points to them
+    told: tuple[str, ...] = ()  # fields that something is assigned to whatever it is: unset they are not zero
     body: tuple[str, ...] = ()  # C++ in place of a call; the fields are then variables, `{counter}` hands out chunks
 
 

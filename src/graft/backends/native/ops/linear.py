@@ -65,9 +65,11 @@ def lower_gemm(
         raise NotLowered("the residual is broadcast")
     sizes = f"<{form}>({plan.rows(rows.layout).text}, {rows.layout.width}"
     scratch, shared = f"linear_scratch{sizes}, true)", f"linear_shared{sizes})"
+    told = ("glu", *(() if sum_with is None else ("alpha",)))
+    kernel = NativeKernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch, shared=shared, told=told)
     plan.step(
-        node, NativeKernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch, shared=shared), x=Pointer(rows),
-        ldx=Stride(rows), tokens=plan.rows(rows.layout), k=rows.layout.width, n=out.layout.width, w=pointer,
+        node, kernel, x=Pointer(rows), ldx=Stride(rows), tokens=plan.rows(rows.layout), k=rows.layout.width,
+        n=out.layout.width, w=pointer,
         bias=plan.vector_or_null(bias), norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed,
         act=Text(f"Act::{activation}"), glu=glu, alpha=float(alpha),
         residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
