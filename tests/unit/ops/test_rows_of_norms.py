@@ -21,6 +21,7 @@ from graft.ops.layer_norm.reference import layer_norm
 from graft.ops.layer_norm.triton import layer_norm_triton
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.rms_norm.triton import rms_norm_triton
+from graft.ops.rope_attention.cases import CASES
 
 D = 24
 
@@ -64,6 +65,17 @@ def test_a_vector_that_does_not_lie_side_by_side_has_no_kernel():
             (added, added.call(x, x, vector, 1e-5)),
         ):
             assert f"not {D} in a row" in spec.kernel("triton").problem(call)
+
+
+@pytest.mark.parametrize(("op", "kernel"), [("rope_kv_write", "triton"), ("rope_attention", "steps")])
+def test_norms_of_heads_that_do_not_lie_side_by_side_have_no_kernel(op, kernel):
+    spec = OPS[op]
+    case = next(one for one in CASES if one.name == "qwen3 decode, norms")
+    call = OPS["rope_attention"].call(*case.make("cpu", torch.float32, torch.Generator().manual_seed(0)))
+    given = {name: getattr(call, name) for name in spec.call._fields if name != "asker"}
+    strided = spec.call(**given | {"k_norm": randn(2 * call.q.shape[-1])[::2]})
+    problem = spec.kernel(kernel).problem
+    assert "in a row" in problem(strided) and "in a row" not in problem(spec.call(**given))
 
 
 def test_a_linear_layer_whose_bias_is_spread_has_no_kernel(monkeypatch):

@@ -12,7 +12,7 @@ from graft.ops.call import Call
 from graft.ops.paged_cache import scattered
 from graft.ops.rope.op import layout_problem
 from graft.ops.rope_kv_write.reference import rope_kv_write
-from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton, vector_problem
 from graft.weights.quantize import FP8
 
 
@@ -35,6 +35,8 @@ def dtype_problem(call: Call) -> str | None:
     dtypes = {t.dtype for t in (q, k, v, call.q_norm, call.k_norm) if t is not None} | caches
     if len(dtypes) > 1 or k_cache.dtype != v_cache.dtype:
         return f"heads, caches and norms differ in dtype: {', '.join(sorted(map(str, dtypes)))}"
+    if problem := vector_problem(q.shape[-1], call.q_norm, call.k_norm):
+        return problem
     missing = needs_triton(q, k, v, call.cos, call.sin, k_cache, v_cache, call.slot_mapping)
     return missing or float8_problem(k_cache)
 

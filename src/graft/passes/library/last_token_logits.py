@@ -126,7 +126,7 @@ def norm_before(linear: Node) -> tuple[Node, ...]:
     """The norm that `linear` reads, and its result where it has two; () where the rows are chosen after it."""
     hidden = linear.args[0]
     norm = hidden.args[0] if is_op(hidden, getitem) and hidden.args[1] == 0 else hidden
-    if list(hidden.users) != [linear] or not (is_op(norm, *NORMS) or is_lone_sum(norm)):
+    if list(hidden.users) != [linear] or not (is_row_wise(norm) or is_lone_sum(norm)):
         return ()
     return (norm,) if norm is hidden else (norm, hidden)
 
@@ -147,6 +147,11 @@ def choose_rows(editor: Editor, norm: Sequence[Node], index: Node, reader: Node)
     rows = select(total)
     normed = editor.call(ops.rms_norm.default, (rows, *old.args[2:]), old.kwargs, before=reader, like=old)
     return [total, rows, normed]
+
+
+def is_row_wise(node: Node) -> bool:
+    """A norm of each row by itself; a residual that it adds would have to be chosen from too."""
+    return is_op(node, *NORMS) and options_of(node).get("residual") is None
 
 
 def is_lone_sum(node: Node) -> bool:

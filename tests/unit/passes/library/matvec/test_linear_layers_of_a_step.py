@@ -14,9 +14,10 @@ from decode_cases import D, norm, only, run_transforms, targets, transformed, x_
 from graft.base.errors import TransformError
 from graft.ir.edit import second_module
 from graft.ir.io.text import graph_text
-from graft.ir.nodes import calls
+from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
 from graft.passes.base import Context
+from graft.passes.library.last_token_logits import norm_before
 from graft.passes.library.matvec import fuse_residual_into_matvec
 from graft.passes.pipeline import run_pipeline
 from graft.weights.lazy import LazyWeights
@@ -189,6 +190,16 @@ NO_SUM = {
 @pytest.mark.parametrize("reason", NO_SUM)
 def test_sums_that_stay(reason):
     refused(NO_SUM[reason], NORM, reason, "fuse_rms_norm")
+
+
+def test_rows_are_not_chosen_before_a_norm_that_adds_a_residual():
+    """Of the residual they would have to be chosen too."""
+    module, args = Function(lambda m, x, r: F.linear(norm(x, m.g) + r, m.w)), (x_of(2, 3, D), x_of(2, 3, D, seed=1))
+    gm, _ = transformed(module, args, "fuse_rms_norm", NORM)
+    linear = list(calls(gm.graph))[-1]
+    assert is_op(linear.args[0], torch.ops.graft.rms_norm.default) and norm_before(linear) == ()
+    linear.args[0].args = linear.args[0].args[:-1]  # without the residual
+    assert norm_before(linear) == (linear.args[0],)
 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────
