@@ -56,6 +56,12 @@ def pdl_supported(device: torch.device) -> bool:
     return pdl_problem(device) is None
 
 
+def starts_early(device: torch.device, *weights: Tensor | None) -> bool:
+    """The same for a kernel that reads these ahead of its wait: parameters. What the graph computes may be what the
+    kernel ahead of it still writes; an ordinary launch starts when that has ended."""
+    return pdl_supported(device) and all(one is None or isinstance(one, torch.nn.Parameter) for one in weights)
+
+
 @cache
 def pdl_problem(device: torch.device) -> str | None:
     """Why launches on this device are plain ones, or None."""

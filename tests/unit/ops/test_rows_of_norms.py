@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch.fx import Graph
@@ -125,3 +127,30 @@ def test_a_layer_norm_without_a_weight_is_no_identity(how):
     x, weight = randn(3, D) + 2, randn(8, D, seed=1)
     call = linear_kernels.LinearCall(x, weight, eps=1e-5, center=True)
     torch.testing.assert_close(linear_kernels.run_as(call, how), fused_linear(x, weight, eps=1e-5, center=True))
+
+
+# ── what is read ahead of the wait ──────────────────────────────────────────────────────────────────────────────
+
+
+class Launches:
+    """Stands for a kernel, and keeps whether it would have been launched early."""
+
+    def __init__(self):
+        self.early = []
+
+    def __getitem__(self, _):
+        return lambda *_, PDL, **__: self.early.append(PDL)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm"])
+def test_only_parameters_are_read_before_the_kernel_ahead_has_ended(op, monkeypatch):
+    """A weight that the graph computes may be what that kernel still writes."""
+    module, launches = importlib.import_module(f"graft.ops.{op}.triton"), Launches()
+    monkeypatch.setattr(module, f"{op}_kernel", launches)
+    monkeypatch.setattr("graft.ops.launch.pdl_supported", lambda _: True)
+    run, x = getattr(module, f"{op}_triton"), torch.randn(2, 8)
+    held = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+    rest = {"layer_norm": (None, 1e-5)}.get(op, (1e-5,))
+    for weight in (held, held * 1):
+        run(*([x] * (1 + (op == "add_rms_norm"))), weight, *rest)
+    assert launches.early == [True, False]

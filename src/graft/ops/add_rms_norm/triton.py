@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.launch import dense_rows, pdl_supported
+from graft.ops.launch import dense_rows, starts_early
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def add_rms_norm_triton(
     total = torch.empty_like(out)
     block = triton.next_power_of_2(d)
     warps = 4 if block <= 2048 else 8
-    pdl = pdl_supported(x.device)
+    pdl = starts_early(x.device, weight)
     add_rms_norm_kernel[(rows.shape[0],)](
         rows, others, weight, out, total, rows.stride(0), others.stride(0), d, eps, offset,
         CAST_LAST=cast_last, WIDE=wide, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,

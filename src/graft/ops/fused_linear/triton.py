@@ -304,8 +304,9 @@ def uncentred(call: LinearCall) -> LinearCall:
 
 @cache
 def ones(k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The weight of a norm that has none left; a few kilobytes for each width of a model."""
-    return torch.ones(k, dtype=dtype, device=device)
+    """The weight of a norm that has none left; a few kilobytes for each width of a model. A parameter, since nothing
+    writes it: what reads it may start early."""
+    return torch.nn.Parameter(torch.ones(k, dtype=dtype, device=device), requires_grad=False)
 
 
 def or_x(call: LinearCall, tensor: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.launch import dense_rows, pdl_supported
+from graft.ops.launch import dense_rows, starts_early
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps
     rows = dense_rows(x)  # [n, d]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
-    pdl = pdl_supported(x.device)
+    pdl = starts_early(x.device, weight, bias)
     layer_norm_kernel[(rows.shape[0],)](
         rows, rows if weight is None else weight, rows if bias is None else bias, out, rows.stride(0), d, eps,
         HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, BLOCK=block, PDL=pdl,

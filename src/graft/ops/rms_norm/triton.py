@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.launch import dense_rows, pdl_supported
+from graft.ops.launch import dense_rows, starts_early
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def rms_norm_triton(
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
     warps = 4 if block <= 2048 else 8
-    pdl = pdl_supported(x.device)
+    pdl = starts_early(x.device, weight)
     rms_norm_kernel[(rows.shape[0],)](
         rows, weight, others, out, rows.stride(0), others.stride(0), d, eps, offset, CAST_LAST=cast_last,
         RESIDUAL=residual is not None, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,

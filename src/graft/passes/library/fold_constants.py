@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from graft.ir.patterns.match import Match, Refused
 from graft.passes.base import Context, TransformConfig
 from graft.passes.library.matvec.linears import DecodeConfig, elsewhere
 from graft.passes.registry import TransformRegistry
+from graft.passes.report import MatchRecord
 from graft.passes.rewriter import Rewriter, RewriteRun
 
 CAST = torch.ops.aten.to.dtype
@@ -60,6 +62,10 @@ class FoldConstants(Rewriter):
         check_constant(run, [*chain, *weights])
         check_kept(node)
         return Match("", {f"weight_{index}": one for index, one in enumerate(weights)}, {}, chain, (node,))
+
+    def rewrite(self, run: RewriteRun, match: Match) -> MatchRecord:
+        names = ", ".join(str(weight.target) for weight in match.tensors.values())
+        return replace(super().rewrite(run, match), note=f"later changes of {names} are not seen")
 
     def write(self, run: RewriteRun, match: Match) -> list[Node]:
         node, first = match.anchor, match.tensors["weight_0"]
