@@ -29,5 +29,5 @@ STEP_FAULTS = [
     fault("ops/rms_norm/native.h", "(a.weight[i] + a.offset) + residual[i]", "(a.weight[i] + a.offset)",
           "unit/backends/test_native_kernels.py", "-k", "rms_norm"),
     fault("bench/family_turns.py", "BUILT in key.data.said", "key.data.said", FAMILIES),
-    fault("bench/family_process.py", "if not sys.stdin.readline():", "if False:", FAMILIES),
+    fault("bench/family_turns.py", "if not sys.stdin.readline():", "if False:", FAMILIES),
 ]  # fmt: skip

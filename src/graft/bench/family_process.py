@@ -11,7 +11,7 @@ import torch
 
 from graft.base.progress import CAPTURE
 from graft.bench.bench import bench, cache_need
-from graft.bench.family_turns import BUILT
+from graft.bench.family_turns import wait_for_turn
 from graft.bench.limits.roofline import measure_roofline
 from graft.bench.phases import PhaseClock
 from graft.bench.plan import BenchPlan
@@ -28,14 +28,6 @@ from graft.models.registry import entries
 def main() -> None:
     asked = json.loads(sys.argv[1])
     print(json.dumps(measure_family(asked, wait_for_turn)))
-
-
-def wait_for_turn() -> None:
-    """Says that the model is built; whoever began this process says when it may be measured, or is gone."""
-    sys.stdout.write(BUILT.decode())
-    sys.stdout.flush()
-    if not sys.stdin.readline():
-        raise SystemExit("nobody waits for it any more")
 
 
 def measure_family(asked: Mapping[str, Any], ready: Callable[[], None] = lambda: None) -> dict[str, Any]:

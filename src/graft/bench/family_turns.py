@@ -95,6 +95,14 @@ def finish(one: Building, seconds: float) -> tuple[dict[str, Any] | None, str]:
     return json.loads(answer.splitlines()[-1]), ""
 
 
+def wait_for_turn() -> None:
+    """In the process: says that the model is built; whoever began it says when to measure, or is gone."""
+    sys.stdout.write(BUILT.decode())
+    sys.stdout.flush()
+    if not sys.stdin.readline():
+        raise SystemExit("nobody waits for it any more")
+
+
 def last_line(text: str) -> str:
     """Of a traceback: the error with its first line, without the module that its class is in."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith((" ", "Traceback"))]

@@ -209,7 +209,7 @@ def test_one_that_was_given_up_is_not_waited_for_again(monkeypatch):
 
 
 def test_a_process_whose_run_is_gone_ends(monkeypatch, tmp_path):
-    monkeypatch.setattr(family_turns, "PROGRAM", "from graft.bench.family_process import wait_for_turn as w; w()")
+    monkeypatch.setattr(family_turns, "PROGRAM", "from graft.bench.family_turns import wait_for_turn as w; w()")
     one = family_turns.start({})
     family_turns.wait_until_built([one], 60)
     one.process.stdin.close()
