@@ -20,6 +20,7 @@ from graft.ir.io.text import target_text
 from graft.ir.nodes import arg_values, is_op, module_path, options_of, placeholders, source_line, val
 from graft.ir.sizes.follow import elements, free_symbols, size_at
 from graft.ir.streams import on_device
+from graft.passes.registry import TransformRegistry
 from graft.passes.report import Report
 from graft.workbench.explain import layer_of
 
@@ -124,6 +125,7 @@ def step_cost(
     """Of a transformed decoder. times: measured, by node; a call without one is then part of another's kernel."""
     point = sizes_at(gm, shape)
     reasons = dict(missed(report)) if report else {}
+    off = dict(switched_off(report)) if report else {}
     kernels = []
     for node in gm.graph.nodes:
         if not on_device(node) or is_view(node, point) or (times is not None and node.name not in times):
@@ -134,7 +136,7 @@ def step_cost(
             KernelCost(
                 layer_of(path), node.name, target_text(node.target), path, source_line(node), reads, size,
                 size / speed.gb_per_s / 1e3 + speed.launch_us, None if times is None else times[node.name],
-                reasons.get(node.name, "") if reads == "activations" else "",
+                reasons.get(node.name, off.get(node.target, "")) if reads == "activations" else "",
             )
         )  # fmt: skip
     return StepCost(model, shape, speed, tuple(kernels), measured)
@@ -145,6 +147,14 @@ def missed(report: Report) -> Iterator[tuple[str, str]]:
     for record in report.transforms.values():
         for miss in record.near_misses:
             yield miss.name, f"{record.name}: {miss.reason}"
+
+
+def switched_off(report: Report) -> Iterator[tuple[Any, str]]:
+    """Ops that a transform takes, or says why not, and that it is off."""
+    for record in report.transforms.values():
+        if record.status == "disabled":
+            for op in getattr(TransformRegistry.get(record.name), "explained", ()):
+                yield op, f"{record.name} is off"
 
 
 def sizes_at(gm: GraphModule, shape: StepShape) -> dict[Any, int]:

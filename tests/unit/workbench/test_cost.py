@@ -73,6 +73,14 @@ def test_a_fusion_that_is_off_shows_as_kernels():
     assert len(added) == 2 and len(off.unfused) == len(on.unfused) + 2
 
 
+def test_what_a_transform_that_is_off_would_take_names_it():
+    """LayerNorms of a default run; where it is on they are gone."""
+    norms = [kernel for kernel in cost("tiny-gpt2").kernels if kernel.op == "graft.layer_norm"]
+    assert len(norms) == 5 and {kernel.reason for kernel in norms} == {"fuse_layer_norm_into_matvec is off"}
+    on = cost("tiny-gpt2", sets=["transforms.fuse_layer_norm_into_matvec.enabled=true"])
+    assert not [kernel for kernel in on.kernels if kernel.op == "graft.layer_norm"]
+
+
 def test_of_experts_those_that_are_reached_count():
     """Two of four experts for one token; for more as many as an even router reaches."""
     one, three = (
