@@ -21,7 +21,7 @@ from graft.ops.fused_linear.kinds import INTEGERS, BalancedGemm, Int4Gemm, Integ
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.round_rows import round_rows
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
-from graft.ops.launch import counters, pdl_supported, processors
+from graft.ops.launch import counters, dense_rows, pdl_supported, processors
 from graft.ops.layer_norm.triton import layer_norm_triton
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.reference import ACTIVATIONS
@@ -86,9 +86,7 @@ class LinearCall(NamedTuple):
 
 def with_rows(run: Callable[[LinearCall], Tensor], x: Tensor, *rest: Any) -> Tensor:
     """Runs with all but the last dim of x and the residual as one."""
-    call = LinearCall(x.reshape(-1, x.shape[-1]), *rest)
-    if call.x.stride(-1) != 1:
-        call = call._replace(x=call.x.contiguous())
+    call = LinearCall(dense_rows(x), *rest)
     if call.residual is not None:
         call = call._replace(residual=call.residual.reshape(-1, call.rows).contiguous())
     return run(call).view(*x.shape[:-1], call.rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 from graft.ops.fused_linear.round_rows import round_row, round_rows, run_columns, warps_for
 from graft.ops.fused_linear.scaled import finish_gated, multiply_rounded, scaled_matmul, takes_scales
 from graft.ops.fused_linear.triton import LinearCall
-from graft.ops.launch import pdl_supported
+from graft.ops.launch import dense_rows, pdl_supported
 
 MOST_WARPS = 8  # of 4, 8 and 16: 233, 166 and 172 us for 8,192 rows of 14,336
 
@@ -66,8 +66,7 @@ def gated_mlp_scaled(
     offset: float = 0.0, cast_last: bool = False, upcast: bool = False, residual: Tensor | None = None,
     normed: bool = False, fp8_from: int = 0,
 ) -> Tensor:  # fmt: skip
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows = dense_rows(x)
     first = LinearCall(
         rows, gate_up, gate_up_bias, gate_up_scale, norm, eps, offset, cast_last, activation, upcast, None, normed,
         fp8_from,

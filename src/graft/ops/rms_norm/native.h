@@ -10,15 +10,19 @@ struct RmsNormArgs {
   View x; View residual; const float* weight; float eps; float offset; int64_t rows; View out;  // residual: or none
 };
 
+inline float inverse_root_mean_square(const float* x, float eps, int64_t n) {
+  return 1.0f / std::sqrt(dot(x, x, n) / static_cast<float>(n) + eps);
+}
+
 // out = x / sqrt(mean(x²) + eps) * (weight + offset); `out` may be `x`.
 inline void rms_norm_row(const float* x, const float* weight, float eps, float offset, int64_t n, float* out) {
-  const float inverse = 1.0f / std::sqrt(dot(x, x, n) / static_cast<float>(n) + eps);
+  const float inverse = inverse_root_mean_square(x, eps, n);
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] * inverse * (weight[i] + offset);
 }
 
 // The same plus a residual; `out` may be either.
 inline void rms_norm_and_add(const float* x, const float* residual, const RmsNormArgs& a, float* out) {
-  const float inverse = 1.0f / std::sqrt(dot(x, x, a.x.size) / static_cast<float>(a.x.size) + a.eps);
+  const float inverse = inverse_root_mean_square(x, a.eps, a.x.size);
   for (int64_t i = 0; i < a.x.size; ++i) out[i] = x[i] * inverse * (a.weight[i] + a.offset) + residual[i];
 }
 

@@ -13,17 +13,16 @@ from graft.ir.edit import attribute
 from graft.ir.effects import is_mutating, storage_root, with_views
 from graft.ir.nodes import calls, is_op, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Match, Refused
-from graft.passes.base import Context, TransformConfig
-from graft.passes.library.matvec.linears import DecodeConfig, elsewhere
+from graft.passes.library.matvec.linears import InDecodeSteps
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import MatchRecord
-from graft.passes.rewriter import Rewriter, RewriteRun
+from graft.passes.rewriter import RewriteRun
 
 CAST = torch.ops.aten.to.dtype
 
 
 @TransformRegistry.register("fold_constants")
-class FoldConstants(Rewriter):
+class FoldConstants(InDecodeSteps):
     """What a model computes from the weights of a norm alone, step by step, is computed once.
 
     before:  %g = add(%weight, 1.0);  %y = graft.layer_norm(%x, %g, %bias, eps)
@@ -36,15 +35,7 @@ class FoldConstants(Rewriter):
     A walk: which calls they are does not matter, but what they read.
     """
 
-    config: DecodeConfig  # pyrefly: ignore
     lacking = "no call of the graph reads weights alone"
-
-    @classmethod
-    def get_config_class(cls) -> type[TransformConfig]:
-        return DecodeConfig
-
-    def applies(self, gm: GraphModule, context: Context) -> str | None:
-        return elsewhere(gm, context, self.config.devices)
 
     def candidates(self, run: RewriteRun) -> list[Node]:
         """The last calls of chains that read weights alone."""

@@ -16,6 +16,7 @@ from graft.ir.patterns.match import Refused
 from graft.ir.patterns.words import constant, one_of
 from graft.passes.base import Context, TransformConfig
 from graft.passes.patterns import PatternTransform
+from graft.passes.rewriter import Rewriter
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, FUSED = aten.linear.default, ops.fused_linear.default
@@ -32,7 +33,7 @@ class DecodeConfig(TransformConfig):
     devices: tuple[Device, ...] = ("cuda", "native")
 
 
-class MatvecPatterns(PatternTransform):
+class InDecodeSteps(Rewriter):
     """Runs where graft's engine decodes, on the devices that it is told."""
 
     config: DecodeConfig  # pyrefly: ignore
@@ -43,6 +44,10 @@ class MatvecPatterns(PatternTransform):
 
     def applies(self, gm: GraphModule, context: Context) -> str | None:
         return elsewhere(gm, context, self.config.devices)
+
+
+class MatvecPatterns(InDecodeSteps, PatternTransform):
+    """Patterns that do."""
 
 
 def linear(

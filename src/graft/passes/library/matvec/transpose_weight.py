@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from graft.ir.edit import attribute
 from graft.ir.nodes import calls, is_op, is_weight, same_sizes, tensor_of, where
 from graft.ir.patterns.match import Match, Refused
-from graft.passes.base import Context, TransformConfig
-from graft.passes.library.matvec.linears import LINEAR, DecodeConfig, elsewhere
+from graft.passes.library.matvec.linears import LINEAR, InDecodeSteps
 from graft.passes.library.merge.stacking import owner_problem, sharer
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, RewriteRun
+from graft.passes.rewriter import RewriteRun
 
 aten = torch.ops.aten
 ADDMM, RESHAPE = aten.addmm.default, aten.reshape.default
@@ -21,7 +20,7 @@ GEMMS = (ADDMM, aten.mm.default, LINEAR, torch.ops.graft.fused_linear.default)  
 
 
 @TransformRegistry.register("transpose_weight")
-class TransposeWeight(Rewriter):
+class TransposeWeight(InDecodeSteps):
     """A GEMM with a [k, n] weight becomes a linear layer, whose weight lies row by row.
 
     before:  %f = reshape(%x, [-1, k]);  %y = addmm(%b, %f, %w);  %z = reshape(%y, [b, s, n])
@@ -34,16 +33,8 @@ class TransposeWeight(Rewriter):
     A walk: the parameter moves in memory, and sizes of both reshapes are computed in the graph.
     """
 
-    config: DecodeConfig  # pyrefly: ignore
     lacking = "the graph has no GEMM with a [k, n] weight"
     size = 3
-
-    @classmethod
-    def get_config_class(cls) -> type[TransformConfig]:
-        return DecodeConfig
-
-    def applies(self, gm: GraphModule, context: Context) -> str | None:
-        return elsewhere(gm, context, self.config.devices)
 
     def candidates(self, run: RewriteRun) -> list[Node]:
         return [node for node in calls(run.gm.graph) if is_op(node, ADDMM)]
