@@ -196,14 +196,21 @@ def run_all(asked: argparse.Namespace) -> Iterator[Outcome]:
                 sys.exit(FAILED_CAPTURE)  # torch does not undo it; the next process goes on behind it
 
 
-def run_jobs(jobs: int, options: Sequence[str]) -> None:
+def run_jobs(jobs: int, options: Sequence[str], store: Path) -> None:
     """A process for each share; one that ended within an entry is begun again behind it."""
     own = [sys.executable, __file__, *options, "--jobs", "1"]
-    running = [subprocess.Popen([*own, "--share", f"{share}/{jobs}"]) for share in range(jobs)]
+    shares = [[*own, "--share", f"{share}/{jobs}"] for share in range(jobs)]
+    running = [(subprocess.Popen(share), size_of(store)) for share in shares]
     while running:
-        process = running.pop(0)
+        process, size = running.pop(0)
         if process.wait():
-            running.append(subprocess.Popen(process.args))
+            if size_of(store) == size:
+                raise SystemExit(f"{process.args} ended with {process.returncode} ahead of its first entry")
+            running.append((subprocess.Popen(process.args), size_of(store)))
+
+
+def size_of(store: Path) -> int:
+    return store.stat().st_size if store.exists() else 0
 
 
 def compile_unoptimized(folder: Path) -> None:
@@ -233,7 +240,7 @@ def main() -> None:
     if asked.unoptimized:
         compile_unoptimized(asked.store.parent)
     if asked.jobs > 1:
-        run_jobs(asked.jobs, sys.argv[1:])
+        run_jobs(asked.jobs, sys.argv[1:], asked.store)
         return
     for one in run_all(asked):
         if one.outcome not in ("same", "no sample"):

@@ -24,10 +24,11 @@ What matches there beyond the table above, or in place of what it says; on a CPU
 
 
 def families_markdown() -> str:
-    """One row a family, one column a transform that is on; then what GPUs add, and why a transform finds nothing."""
-    settings = load_config()
-    names = [name for name in order_transforms(settings) if settings.transforms[name].enabled]
-    known = families().values()
+    """One row a family, one column a transform that is on, if only in one family; then what GPUs add, and why a
+    transform finds nothing."""
+    settings, known = load_config(), families().values()
+    counted = {name for family in known for name in (*family.expect, *family.expect_gpu)}
+    names = [name for name in order_transforms(settings) if settings.transforms[name].enabled or name in counted]
     on_gpu = [name for name in names if any(name in family.expect_gpu for family in known)]
     everywhere = [name for name in names if name not in on_gpu or any(name in family.expect for family in known)]
     lines = [HEAD, *table(everywhere, "expect"), GPU, *table(on_gpu, "expect_gpu"), "", "## Why not", ""]

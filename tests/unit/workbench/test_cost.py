@@ -75,9 +75,9 @@ def test_a_fusion_that_is_off_shows_as_kernels():
 
 def test_what_a_transform_that_is_off_would_take_names_it():
     """LayerNorms of a default run; where it is on they are gone."""
-    norms = [kernel for kernel in cost("tiny-gpt2").kernels if kernel.op == "graft.layer_norm"]
+    norms = [kernel for kernel in cost("tiny-starcoder2").kernels if kernel.op == "graft.layer_norm"]
     assert len(norms) == 5 and {kernel.reason for kernel in norms} == {"fuse_layer_norm_into_matvec is off"}
-    on = cost("tiny-gpt2", sets=["transforms.fuse_layer_norm_into_matvec.enabled=true"])
+    on = cost("tiny-starcoder2", sets=["transforms.fuse_layer_norm_into_matvec.enabled=true"])
     assert not [kernel for kernel in on.kernels if kernel.op == "graft.layer_norm"]
 
 

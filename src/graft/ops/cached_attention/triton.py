@@ -75,19 +75,14 @@ def decode_beside(
     options: tuple[float, int | None, float | None, Tensor | None], out: Tensor, n: int,
 ) -> bool:  # fmt: skip
     """Writes the rows of the first n sequences, which decode beside prompts, by split_kv. Whether it did."""
-    few_variants = in_few_variants(n, k_cache, block_tables)
+    even = is_even(n, k_cache.shape[2], block_tables.shape[1] * block_of(k_cache))
+    few_variants = even or one_part(n, k_cache)
     if not few_variants and not has_long_context(n, lens_cpu):
         return False
     splits = None if few_variants else LONG_SPLITS
     rows = (q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n])
-    split_kv(*rows, *options, out=out[:, :n], splits=splits)
+    split_kv(*rows, *options, out=out[:, :n], splits=splits, early=False, even=even)
     return True
-
-
-def in_few_variants(n: int, cache: Tensor, block_tables: Tensor) -> bool:
-    """Whether split_kv takes n sequences with one of the kernels that it has for many."""
-    room = block_tables.shape[1] * block_of(cache)
-    return is_even(n, cache.shape[2], room) or one_part(n, cache)
 
 
 def has_long_context(n: int, lens_cpu: Tensor) -> bool:

@@ -30,12 +30,7 @@ def steps_problem(call: Call) -> str | None:
 
 
 def whole_problem(call: Call) -> str | None:
-    """One kernel: sequences that decode, heads that rotate by half. It norms heads and turns parts and pairs as well,
-    which no GPU has timed yet."""
-    if call.q_norm is not None or call.k_norm is not None or call.interleaved:
-        return "heads are normed, or turn in pairs"
-    if call.cos.shape[-1] != call.q.shape[-1]:
-        return "heads turn in part"
+    """One kernel, for sequences that decode."""
     return triton_problem(call) or dtype_problem(call)
 
 

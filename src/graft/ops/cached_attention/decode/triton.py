@@ -61,11 +61,15 @@ MOST_PROGRAMS = 1024
 # 1,777 -> 1,583, 448 of 3,000 763 -> 701 and 1,278 -> 1,250, 16 of 8,192 109 -> 85 and 161 -> 140). Short ones lose
 # 2 to 4 by it: 64 of 192 17 -> 19 and 20 -> 22.
 EVEN_PROGRAMS, EVEN_CONTEXT = 64, 2048
-EARLY_PROGRAMS = 64  # sequences times key-value heads: with more the device is full anyway
 EARLY_CONTEXT = 2048  # tokens that the block tables have room for
 EARLY_TILE = 256
 EARLY_BYTES = 32768  # of keys, and as much of values, in registers
-EARLY_WARPS = 8
+# Programs an SM if every context filled its table; with more, tile by tile is sooner through. 8B, 8 sequences of 160,
+# 512, 1,024 and 2,000 tokens: early 9.8, 8.5, 15.8 and 30.4 us a layer, the other 9.4, 11.4, 16.4 and 23.9.
+EARLY_PER_SM = 8
+# Warps of its programs. With more programs than SMs eight hold so many registers that few programs run at once: 8B, 4
+# sequences as above 7.9, 6.5, 11.8, 22.3 us with eight, 8.4, 5.9, 8.5, 15.9 with four. One of 160 6.7 and 7.4.
+EARLY_WARPS, MANY_EARLY_WARPS = 8, 4
 
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
@@ -151,11 +155,11 @@ def split_kv(
     call = decode_call(
         q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, out, rotation
     )  # fmt: skip
-    early = is_early(n, kv, room) if early is None else early
+    tile, parts = early_parts(call.row, room)
+    early = is_early(n * kv * parts, room, q.device) if early is None else early
     if early:
-        tile = max(16, min(EARLY_TILE, EARLY_BYTES // call.row))
-        splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
-        built: dict[str, Any] = {"num_warps": EARLY_WARPS, "num_stages": 1}
+        splits = splits or min(parts, MOST_SPLITS)
+        built: dict[str, Any] = {"num_warps": early_warps(n * kv * splits, q.device), "num_stages": 1}
     else:
         programs = n * kv if splits is None else max(n * kv, FEW_PROGRAMS + 1)
         tile, built = tiles_for(programs, call.row, call.twice)
@@ -184,9 +188,19 @@ def is_even(n: int, kv: int, room: int) -> bool:
     return n * kv >= EVEN_PROGRAMS and room > EVEN_CONTEXT and n <= MOST_ROWS
 
 
-def is_early(n: int, kv: int, room: int) -> bool:
-    """Whether few sequences with tables for `room` tokens take the early kernel."""
-    return n * kv <= EARLY_PROGRAMS and room <= EARLY_CONTEXT
+def early_parts(row: int, room: int) -> tuple[int, int]:
+    """Positions of the early kernel's one tile, and into how many parts they divide tables for `room` tokens."""
+    tile = max(16, min(EARLY_TILE, EARLY_BYTES // row))
+    return tile, triton.next_power_of_2(-(-room // tile))
+
+
+def is_early(programs: int, room: int, device: torch.device) -> bool:
+    """Whether so many programs, each with a part of a table for `room` tokens, take the early kernel."""
+    return programs <= EARLY_PER_SM * processors(device) and room <= EARLY_CONTEXT
+
+
+def early_warps(programs: int, device: torch.device) -> int:
+    return EARLY_WARPS if programs <= processors(device) else MANY_EARLY_WARPS
 
 
 def split_count(n: int, kv: int, device: torch.device) -> int:
