@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from marks import short
 from processes import run_python
 
 # in a process of its own: a test run has frozen what it imported, and would have to thaw it
@@ -43,7 +44,7 @@ except ZeroDivisionError:
 """
 
 
-@pytest.mark.parametrize("begun", ["0", "375"])
+@pytest.mark.parametrize("begun", short(["0", "375"], "375"))
 def test_what_is_old_waits_and_what_is_new_is_collected(begun):
     """begun: objects that Python itself has frozen, as 3.12 does; nobody has asked for anything by that."""
     done = run_python("-c", PROGRAM.replace("BEGUN", begun))

@@ -200,6 +200,7 @@ def test_one_that_hangs_has_ended_when_the_next_is_measured(monkeypatch, tmp_pat
 LEAVES_A_CHILD = "import subprocess, time; subprocess.Popen(['sleep', '20']); time.sleep(600)"
 
 
+@pytest.mark.exhaustive
 def test_one_that_was_given_up_is_not_waited_for_again(monkeypatch):
     """A child of its own may hold its standard output open."""
     monkeypatch.setattr(family_turns, "PROGRAM", LEAVES_A_CHILD)

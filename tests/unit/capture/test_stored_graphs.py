@@ -23,7 +23,7 @@ from graft.models.load import load_model
 from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
-from marks import FULL, short
+from marks import FULL
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,8 @@ def matches(report):
     return {name: (record.status, len(record.matches)) for name, record in report.transforms.items()}
 
 
-@pytest.mark.parametrize("family", short(FAMILIES, "llama"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_stored_graph_is_the_captured_one(family):
     model = load_model(f"tiny-{family}", dtype="float32", device="cpu")
     fresh, stored = captured_decoder(model.module)

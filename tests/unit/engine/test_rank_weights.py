@@ -89,6 +89,7 @@ def test_quantized_weights_are_made_of_the_part(tmp_path):
     assert model.lazy.taken <= 1.05 * sum(file.path.stat().st_size for file in model.lazy.files) / 2
 
 
+@pytest.mark.exhaustive
 def test_numeric_checks_have_the_numbers(tmp_path):
     model = load_model(saved(tmp_path, "llama"), dtype="float32", device="cpu", ranks=2)
     others = {name: {"enabled": False} for name in load_config().transforms if name.startswith(("fuse_", "merge_"))}

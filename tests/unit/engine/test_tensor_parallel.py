@@ -69,28 +69,36 @@ def own_threads():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("own_threads")
-def test_two_ranks_from_their_start_to_their_end(tmp_path, monkeypatch):
-    """One test, because starting a process takes seconds."""
+def one_and_two(tmp_path, monkeypatch):
+    """The same model on one rank and on two, whose captures and compilations are watched."""
     monkeypatch.syspath_prepend(tmp_path / "site")
     for name, value in watch(tmp_path / "site").items():
         monkeypatch.setenv(name, value)
     folder = tmp_path / "model"
     load_model("tiny-llama", dtype="float32", device="cpu").module.save_pretrained(folder)
-    one, two = (graft.LLM(folder, tensor_parallel_size=n, backend="eager", **OPTIONS) for n in (1, 2))
+    return tuple(graft.LLM(folder, tensor_parallel_size=n, backend="eager", **OPTIONS) for n in (1, 2))
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_two_ranks_from_their_start_to_their_end(tmp_path, monkeypatch):
+    """One test, because starting a process takes seconds."""
+    one, two = one_and_two(tmp_path, monkeypatch)
     same_tokens(one, two)
     smaller(one, two)
     told(two)
     with pytest.raises(UsageError, match="a rank of another model already"):
         connect(0, 2, "gloo", pytest.fail)
-    two.save(tmp_path / "engine")
     assert [each.count(BUILDING) for each in events(tmp_path / "site")] == [1], "of rank 1, which is another process"
     killed(two)
-    from_its_folder(one, tmp_path, monkeypatch)
 
 
-def from_its_folder(one, tmp_path, monkeypatch):
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("own_threads")
+def test_two_ranks_from_the_folder_that_they_wrote(tmp_path, monkeypatch):
     """Nothing is captured, transformed or compiled, on neither rank."""
+    one, two = one_and_two(tmp_path, monkeypatch)
+    two.save(tmp_path / "engine")
+    two.engine.graph.close()
     shutil.rmtree(tmp_path / "site" / "events")
     (tmp_path / "site" / "events").mkdir()
     for name in ("capture", "transform", "lower"):

@@ -48,6 +48,7 @@ def test_sizes_of_a_decoder_are_words(data):
     assert {"batch", "tokens"} <= {port for box in last["boxes"] for port in box[3]}
 
 
+@pytest.mark.exhaustive
 def test_candidates_have_the_words_too(data):
     text = render(data)
     assert "batch = 1" in text and "tokens = 1 and 512" in text

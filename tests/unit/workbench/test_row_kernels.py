@@ -19,11 +19,11 @@ from graft.workbench.scaffold.gemm_program import gemm_program
 from graft.workbench.scaffold.gemm_texts import CPP_TILES, TRITON_TILES
 from graft.workbench.scaffold.row_program import row_program
 from graft.workbench.scaffold.row_texts import CPP_ROWS, TRITON_ROWS
-from marks import FULL, firsts, left_out
-from row_cases import ADD_NORM, GEMM_NORMED, GEMMS, PATTERNS, WIDE, RowPattern, fresh, loaded, write
+from marks import FULL, firsts, left_out, short
+from row_cases import ADD_NORM, GATED, GEMM_NORMED, GEMMS, PATTERNS, RANGED, WIDE, RowPattern, fresh, loaded, write
 
 
-@pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 4), ids=lambda p: p.name)
+@pytest.mark.parametrize("pattern", short(list(PATTERNS), ADD_NORM, GATED, RANGED), ids=lambda p: p.name)
 def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)
     written = write(pattern, tmp_path / "row-kernels")
@@ -62,6 +62,7 @@ def test_results_have_the_dtype_of_the_model_not_of_a_wide_input(tmp_path):
         assert kernel(x, y).dtype is torch.bfloat16
 
 
+@pytest.mark.exhaustive
 def test_a_reduction_of_one_number_is_that_number(tmp_path):
     source = (
         "def row_twice_by_hand(x: Tensor) -> Tensor:\n    return x * x.mean(-1, keepdim=True).sum(-1, keepdim=True)"
@@ -87,10 +88,7 @@ KINDS = (
     "count % BLOCK",
     "> 80:",
     "becomes (n1 * n2,)",
-    ".to(tl.int64)",
     "becomes tl.max(",
-    "[t for t",
-    "call.weight)) becomes",
     "s0 = folded",  # of a GEMM: a prologue of several blocks, more rows than a tile
     "becomes max(1, count // rows)",
 )

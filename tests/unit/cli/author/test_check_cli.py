@@ -166,6 +166,7 @@ def test_the_note_is_filled_in_from_the_run(tmp_path):
     assert list(tmp_path.glob(".note*")) == []
 
 
+@pytest.mark.exhaustive
 def test_the_note_of_a_wrong_transform_says_no(monkeypatch, tmp_path):
     scale(monkeypatch, "fuse_rope", 1.1, at=[2])
     graft("fuse_rope", *ONE, "--note", tmp_path / "note.md", code=1)

@@ -27,8 +27,8 @@ LIMIT = (
 
 
 SPLIT = ("llama", "gpt2", "qwen3-moe", "olmo-2")  # plain; biases; experts; norms over all heads
-# transposed experts; norms behind what is split. Latent attention: test_latent_cache.py; llama: below
-OTHERS = ("gpt-oss", "bitnet")
+# norms over all heads; transposed experts, biases; norms behind what is split. Latent attention: test_latent_cache.py
+TOGETHER = ("olmo-2", "gpt-oss", "bitnet")
 SHARED = {"deepseek-v2": 1, "deepseek-v3": 1, "qwen2-moe": 2}  # layers with an MLP beside the experts
 NORMS = ("olmo-2", "olmo-3", "bitnet")  # of rows that several ranks have parts of, two a layer
 LATENT = ("q_a_proj", "kv_a_proj_with_mqa")  # what every rank computes its heads from
@@ -39,7 +39,7 @@ def counts(part, *targets):
 
 
 @pytest.mark.parametrize("world", [2, 4])  # 4 ranks: the two key-value heads are each on two of them
-@pytest.mark.parametrize("family", short([f for f in FAMILIES if f != "smollm2"], *SPLIT[1:], *OTHERS))
+@pytest.mark.parametrize("family", short([f for f in FAMILIES if f != "smollm2"], *TOGETHER))
 def test_the_ranks_together_give_what_one_gives(family, world):
     whole = whole_graph(family)
     expected = logits_of(whole)
