@@ -89,6 +89,7 @@ def test_a_folder_without_a_head_has_none_made_up(tmp_path):
     assert not any(str(n.target).endswith("lm_head.weight") for n in other.graph_module.graph.nodes)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_its_own_kind_and_one_that_generates(tmp_path):
     folder = embedder(tmp_path / "m", head=True)
     llm = load(folder, backend="eager")

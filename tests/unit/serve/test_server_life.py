@@ -12,6 +12,7 @@ import pytest
 
 from graft.base.errors import UsageError
 from graft.serve.run import listening
+from marks import short
 from serve_cases import PATIENCE, chunks, complete, http_client, poll, running, sent, serving, stream_of
 from stub_engine import DIE, HANG, PAUSE, SLOW
 
@@ -138,12 +139,16 @@ def test_a_request_that_waits_too_long_is_refused(stream):
 
 @pytest.mark.parametrize(
     ("model", "code", "why"),
-    [
+    short(
+        [
+            ("refused", 2, "no such model"),
+            ("other-tokens", 1, "other tokens for 'hi'"),
+            ("first-fails", 1, "its first request failed: no kernel"),
+            ("first-dies", 1, "the engine process ended with exit status 9 over its first request"),
+        ],
         ("refused", 2, "no such model"),
-        ("other-tokens", 1, "other tokens for 'hi'"),
-        ("first-fails", 1, "its first request failed: no kernel"),
         ("first-dies", 1, "the engine process ended with exit status 9 over its first request"),
-    ],
+    ),
 )
 @pytest.mark.parametrize("more", [(), ("--restart",)])
 def test_a_model_that_cannot_be_served_ends_the_program(model, code, why, more):

@@ -66,6 +66,7 @@ def test_differences_to_eager(other, error):
     assert largest_error([X], other if isinstance(other, list) else [other]) == pytest.approx(error, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_package_that_is_wrong_or_does_not_run_is_not_kept(tmp_path, monkeypatch):
     made, file = counting(), tmp_path / "package.pt2"
     monkeypatch.setattr(aoti, "build_package", lambda _program, path, _options: path.write_bytes(b"no package"))

@@ -39,6 +39,7 @@ def test_a_good_transform_ends_with_0():
     assert re.fullmatch(r"nothing failed, \d+\.\d s", lines[-1])
 
 
+@pytest.mark.exhaustive  # the short run: test_json_is_one_document
 def test_a_wrong_one_ends_with_1_and_says_where(monkeypatch):
     scale(monkeypatch, NAME, 1.1, at=[3])
     out = graft(NAME, code=1).stdout
