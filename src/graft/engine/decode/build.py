@@ -63,6 +63,7 @@ def make_loop(
     packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, captures.packed, states)
     most = scheduler.max_num_batched_tokens
     captures.make_all(steps.used, progress, first_runs(packed, most, tensors) if device.type == "cuda" else {})
+    captures.tell_cost(min(steps.used))
     said = notes(captures, device)
     if device.type == "cuda" and (problem := reserve(packed, most, device)) is not None:
         said.append(problem)

@@ -21,6 +21,7 @@ from graft.base.device_memory import is_out_of_memory
 from graft.base.errors import CaptureRefused
 from graft.base.files import Progress
 from graft.base.garbage import old_objects_frozen
+from graft.base.timers import cpu_seconds, replay_seconds
 from graft.engine.decode.buckets import table_widths
 from graft.engine.decode.buffers import Buffers
 from graft.engine.decode.choose import Kind, choose
@@ -31,8 +32,10 @@ from graft.ops.deliver_rows.op import deliver
 from graft.ops.launch import launch_failures
 
 T = TypeVar("T")
+DIRECT_REPEATS = 5  # of a step that is not captured, to say what it takes
 Step = Callable[[], object]
 Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
+NO_MEMORY = "no memory was left; lower kv_cache_memory or max_num_seqs"
 LATE_CAPTURE = 2 << 30  # bytes free, with which it need not empty torch's caches: a step of 2,048 tokens has less
 
 
@@ -140,7 +143,7 @@ class CapturedSteps:
             with old_objects_frozen():  # torch collects garbage before each capture
                 return make()
         except (CaptureRefused, *launch_failures()) as error:
-            reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            reason = NO_MEMORY if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.problem = f"capturing {what} failed: {reason}"
             return None
         finally:
@@ -191,6 +194,19 @@ class CapturedSteps:
             here.wait_stream(stream)
         return graph.replay, result
 
+    @torch.inference_mode()
+    def tell_cost(self, rows: int) -> None:
+        """Adds to the problem, if there is one, what a greedy step of so many rows takes without a capture."""
+        if self.problem is None:
+            return
+        self.buffers.fill([], len(self.buffers.block_tables))
+        step = self.body((rows, self.widths(rows)[0], "greedy"))
+        try:
+            seconds = direct_seconds(step, self.device)
+        except launch_failures():
+            return  # it fails as its capture did
+        self.problem = f"{self.problem}; launched kernel by kernel, a step of {rows} takes {seconds * 1e3:.1f} ms"
+
     def packed(self, what: str, step: Callable[[], None]) -> Callable[[], object] | None:
         """A step with prompts in it: what replays it, or None."""
         return self.attempt(what, lambda: self.captured(step)[0])
@@ -216,3 +232,10 @@ def warm_up(step: Callable[[], object]) -> None:
             step()
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+
+
+def direct_seconds(step: Step, device: torch.device) -> float:
+    if device.type != "cuda":
+        return cpu_seconds(step, DIRECT_REPEATS)
+    with torch.cuda.device(device):
+        return replay_seconds(step, DIRECT_REPEATS, warm_up=1)
