@@ -144,6 +144,7 @@ def test_layers_whose_attention_was_not_captured_are_refused():
         check_attentions(model, kept, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "mixtral"])
 def test_the_model_is_as_it_was(kind):
     model = tiny_decoder(kind)

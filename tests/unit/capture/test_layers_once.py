@@ -130,6 +130,7 @@ def test_whoever_looks_at_a_number_is_noted(name):
     assert "abcd"[number] == "d"
 
 
+@pytest.mark.exhaustive
 def test_layers_alike_that_are_given_other_values_are_captured_whole(monkeypatch):
     """The model's own loop decides by the number of a layer that is not captured."""
 

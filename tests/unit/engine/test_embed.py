@@ -70,6 +70,7 @@ def test_company_chunks_and_a_small_cache_change_nothing(tmp_path, pooling, opti
     assert llm.engine.idle and manager.available == manager.blocks
 
 
+@pytest.mark.exhaustive
 def test_a_folder_without_a_head_has_none_made_up(tmp_path):
     bare = embedder(tmp_path / "bare", "qwen3", tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"lm_head.weight, .* --runner pooling"):

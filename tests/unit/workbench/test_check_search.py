@@ -156,6 +156,7 @@ def test_dumps_name_the_transform(monkeypatch, tmp_path):
 # ── a transform with some of its matches ────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.exhaustive
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", short(CHOSEN, "fuse_rope", "merge_qkv"))
 def test_every_choice_of_matches_gives_the_same_results(trial, name):

@@ -81,6 +81,7 @@ def test_what_a_transform_that_is_off_would_take_names_it():
     assert not [kernel for kernel in on.kernels if kernel.op == "graft.layer_norm"]
 
 
+@pytest.mark.exhaustive
 def test_of_experts_those_that_are_reached_count():
     """Two of four experts for one token; for more as many as an even router reaches."""
     one, three = (

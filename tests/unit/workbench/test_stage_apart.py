@@ -53,6 +53,7 @@ def test_a_program_that_ends_its_process_ends_its_story(name, how):
     assert len(story.dynamo.graphs) == 1 and story.dynamo.breaks  # what was traced before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("signal_name", ["SIGSEGV", "SIGABRT"])
 def test_generated_code_that_ends_its_process_is_told_with_the_kernels_that_check_indices(monkeypatch, signal_name):
     """An exception that leaves a parallel loop aborts; what the code is made of is known before it runs."""

@@ -222,6 +222,7 @@ def test_a_region_that_others_read_is_left_alone():
     assert [match.pattern for match in record.matches] == ["head"]  # columns of `down`, gathered
 
 
+@pytest.mark.exhaustive
 def test_every_match_is_checked_with_all_ranks_beside_each_other():
     _, report = sharded(whole_graph("llama"), 1, 2, "verify=matches", stages=[Stage.SHARD])
     checks = [match.numeric_check for match in report.transforms["shard_tensor_parallel"].matches]
