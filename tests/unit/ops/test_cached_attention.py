@@ -307,6 +307,16 @@ def test_many_sequences_with_room_for_long_contexts_are_shared_out_evenly():
     assert not rule(7, 8, 1 << 17) and not rule(8, 8, 2048) and not rule(MOST_ROWS + 1, 8, 1 << 17)
 
 
+def test_few_programs_have_their_context_in_registers_and_more_warps():
+    """Of 132 SMs, by the tables' room: sequences times key-value heads times parts."""
+    with mock.patch.object(decode, "processors", lambda _: 132):
+        for row, most in ((128, 128), (256, 64), (512, 32)):  # heads of 64, 128 and 256 in 16 bits
+            _, parts = decode.early_parts(row, 2048)
+            assert decode.is_early(most * parts, 2048, DEVICE) and not decode.is_early(2 * most * parts, 2048, DEVICE)
+        assert not decode.is_early(1, 2049, DEVICE)
+        assert [decode.early_warps(programs, DEVICE) for programs in (1, 132, 133)] == [8, 8, 4]
+
+
 class Launched:
     """In a kernel's place: what it is compiled for."""
 
