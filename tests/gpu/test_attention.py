@@ -238,7 +238,7 @@ def test_a_recorded_decode_follows_the_lengths(kind):
 def test_a_recorded_mixture_takes_its_sizes_from_the_gpu():
     """What the CPU said when it was captured may not stay in the capture."""
     args = cached((1, 6, 9), (40, 20, 0), 8, 2, 64, PLAIN, torch.float32)
-    with mock.patch("graft.ops.cached_attention.triton.capturing", lambda _: True):
+    with mock.patch("graft.ops.cached_attention.triton.counted_on_device", lambda *_: True):
         SPEC.kernel("triton").run(*args)  # compiles the kernel
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -139,6 +139,12 @@ def launch_failures() -> tuple[type[Exception], ...]:
     return (RuntimeError, CompilationError, OutOfResources, PTXASError)
 
 
+def counted_on_device(tensor: torch.Tensor, lens_cpu: torch.Tensor) -> bool:
+    """Whether a step is replayed with other sequences than the host has now: one on fixed memory begins with rows
+    that bring no token (engine/decode/packed.py), and a capture would keep what it took from the host."""
+    return capturing(tensor) or not int(lens_cpu[0, 0])
+
+
 def capturing(tensor: torch.Tensor) -> bool:
     """Whether a CUDA graph is captured right now: what it takes from the CPU stays as it is."""
     return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -148,7 +148,7 @@ def test_prefill_chunks_and_mixtures_agree_with_float64(layout, group, d, option
     new, old = zip(*layout, strict=True)
     args, expected = batch(new, old, 2 * group, 2, d, options)
     assert close(run(cached_attention_triton, *args), expected)
-    with mock.patch("graft.ops.cached_attention.triton.capturing", lambda _: True):  # nothing taken from the CPU
+    with mock.patch.object(dispatch, "counted_on_device", lambda *_: True):  # nothing taken from the CPU
         assert close(run(cached_attention_triton, *args), expected)
     with mock.patch("graft.ops.cached_attention.triton.LONG_CONTEXT", 0):  # those that decode by split_kv
         assert close(run(cached_attention_triton, *args), expected)
@@ -167,6 +167,46 @@ def test_a_wrong_variant_of_prefill_is_caught():
     args, expected = batch((20, 3), (30, 60), 4, 2, 16)
     later = changed(args, seq_lens=args[AT["seq_lens"]] - 1)  # every token sees one key less
     assert not close(run(cached_attention_triton, *later), expected)
+
+
+def on_fixed_memory(args, idle, padding):
+    """Behind the sequences rows without a token, one of padding and one more, as a captured step has them. The
+    padding's keys and values are those of the first sequence."""
+    rows = {name: args[AT[name]] for name in ("q", "token_to_seq", "block_tables", "cu_seqlens", "seq_lens")}
+    used, n = rows["q"].shape[2], len(rows["seq_lens"])
+    more = [used] * idle + [used + padding] * 2
+    padded = changed(
+        args,
+        q=torch.cat((rows["q"], rows["q"][:, :, :1].expand(-1, -1, padding, -1)), 2),
+        token_to_seq=torch.cat((rows["token_to_seq"], torch.full((padding,), n + idle, device=DEVICE))),
+        block_tables=torch.cat((rows["block_tables"], rows["block_tables"][:1].expand(idle + 2, -1))),
+        cu_seqlens=torch.cat((rows["cu_seqlens"], torch.tensor(more, device=DEVICE))),
+        seq_lens=torch.cat((rows["seq_lens"], torch.tensor([1] * idle + [padding, 1], device=DEVICE))),
+        lens_cpu=torch.tensor([[0, 1]] * (n + idle + 2)),  # of when it was captured
+    )
+    return padded
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "idle", "padding"),
+    [
+        ((1, 1, 1, 5), (40, 3, 20, 9), 2, 4),
+        ((1, 1, 2), (40, 3, 20), 1, 1),  # the padding begins and ends as a fifth sequence that decodes would
+        ((1, 1), (40, 3), 0, 7),
+        ((7, 9), (0, 30), 3, 2),  # nobody decodes
+        ((1, 1), (20, 0), 1, 14),  # a prompt of one token
+    ],
+)
+def test_who_decodes_in_a_step_on_fixed_memory_is_counted_on_the_device(new, old, idle, padding):
+    args, expected = batch(new, old, 4, 2, 16)
+    padded = on_fixed_memory(args, idle, padding)
+    out = run(cached_attention_triton, *padded)
+    assert out.isfinite().all() and close(out[:, : sum(new)], expected)
+    if old[0] > 0 and new[0] == 1:
+        later = changed(padded, seq_lens=padded[AT["seq_lens"]] - 1)
+        assert not close(run(cached_attention_triton, *later)[:, : sum(new)], expected)
+        with mock.patch.object(dispatch, "balanced"):  # nobody else computes them
+            assert run(cached_attention_triton, *padded)[:, :1].isnan().all()
 
 
 @pytest.mark.some(2)
@@ -189,7 +229,9 @@ def test_chunks_through_the_kernels_equal_the_whole():
     for window, softcap in ((None, None), (7, None), (None, 4.0)):
         whole = OPS["attention"].reference(q, k, v, None, d**-0.5, True, window, softcap)
         caches = [torch.full((9, block, kv, d), torch.nan, device=DEVICE) for _ in range(2)]
-        ours = mock.patch.multiple(choice, needs_triton=lambda *_: None, capturing=lambda _: True)  # not torch's
+        ours = mock.patch.multiple(  # not torch's
+            choice, needs_triton=lambda *_: None, counted_on_device=lambda *_: True
+        )
         parts, first = [], 0
         for last in (11, 12, 13, 40, n):
             places = torch.arange(first, last, device=DEVICE)
@@ -221,7 +263,7 @@ def test_which_kernel_takes_a_call_is_said():
         assert choose(spec, spec.call(*args[:9], None, 5.0)).name == "triton"
         assert choose(spec, spec.call(*batch((1, 1), (4, 0), 4, 2, 16)[0])).name == "split_kv"
         assert choose(spec, spec.call(*batch((2, 1), (4, 0), 4, 2, 12)[0])).name == "triton"  # heads of 12
-        with mock.patch.object(choice, "capturing", lambda _: True):
+        with mock.patch.object(choice, "counted_on_device", lambda *_: True):
             assert choose(spec, spec.call(*args)).name == "triton"
         for new, old, dtype, name in (
             ((5000,), (0,), torch.bfloat16, "sdpa"),

@@ -77,7 +77,7 @@ def as_on_a_gpu(monkeypatch):
     """Ours are chosen where Triton's interpreter runs them, and torch's attention is not."""
     for op in ("fused_linear", "cached_attention"):
         monkeypatch.setattr(f"graft.ops.{op}.op.needs_triton", lambda *_: None)
-    monkeypatch.setattr("graft.ops.cached_attention.op.capturing", lambda _: True)
+    monkeypatch.setattr("graft.ops.cached_attention.op.counted_on_device", lambda *_: True)
 
 
 def right_bfloat16(monkeypatch):

@@ -73,7 +73,7 @@ def make_loop(
 
 def first_runs(packed: PackedSteps, tokens: int, caches: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
     """The largest step with prompts, beside sequences that decode, with as many of them and tables as wide as each of
-    attention's kernels takes; and a short prompt, which has kernels of its own."""
+    attention's kernels takes; a short prompt, which has kernels of its own; and steps as they are captured."""
     from graft.ops.cached_attention.triton import decoding_cases
 
     cases = sorted({case for cache in caches for case in decoding_cases(cache.shape[2], packed.span)})
@@ -84,6 +84,7 @@ def first_runs(packed: PackedSteps, tokens: int, caches: Sequence[Tensor]) -> di
         for count, room, longest in cases
     }
     runs["a short prompt"] = packed.padding_step(SHORT_PROMPT, 0, packed.block_size)
+    runs |= packed.first_runs()
     return {what: partial(run_and_choose, run) for what, run in runs.items()}
 
 

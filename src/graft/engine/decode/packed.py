@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,15 +109,26 @@ class PackedSteps:
     def get(self, size: int) -> PackedStep | None:
         """Captured when first needed. None: it cannot be."""
         if size not in self.made:
-            empty = self.padded(HostBatch(), size)
-            flat, at = empty.flat()
-            sent = on_host(flat, self.device).to(self.device)
-            batch = views(sent, at, self.block_tables, empty.host_lens())
+            batch, sent = self.empty(size)
             play = self.record(f"a step of {size} tokens", lambda: self.run(batch))
             if play is None:
                 return None
             self.made[size] = PackedStep(size, batch, sent, play)
         return self.made[size]
+
+    def empty(self, size: int) -> tuple[Batch, Tensor]:
+        """A step of so many tokens on memory of its own, all of them padding, and that memory."""
+        empty = self.padded(HostBatch(), size)
+        flat, at = empty.flat()
+        sent = on_host(flat, self.device).to(self.device)
+        return views(sent, at, self.block_tables, empty.host_lens()), sent
+
+    def first_runs(self) -> dict[str, Callable[[], Any]]:
+        """The smallest and the largest that are captured, launched: between them they have all kernels that count
+        the sequences which decode on the device."""
+        sizes = {*self.sizes.every[:1], *self.sizes.every[-1:]} if self.states is None else set()
+        inputs = {size: (*self.empty(size)[0].inputs(), *self.tensors) for size in sizes}
+        return {f"a captured step of {size} tokens": partial(self.graph, *inputs[size]) for size in sizes}
 
     def run(self, batch: Batch) -> None:
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, rows, vocab]

@@ -10,7 +10,7 @@ from torch import Tensor
 from graft.base.device_memory import size_text
 from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.call import Call
-from graft.ops.launch import capturing, float8_missing, gluon_missing
+from graft.ops.launch import counted_on_device, float8_missing, gluon_missing
 from graft.ops.paged_cache import scattered
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 from graft.weights.quantize import FP8
@@ -79,7 +79,7 @@ def sdpa_call_problem(call: Call) -> str | None:
     problem = caches_problem(call)
     if problem is not None:
         return problem
-    if capturing(q):
+    if counted_on_device(q, lens_cpu):
         return "sizes from the CPU would be the same at every replay of a capture"
     if window is not None and bool((lens_cpu[:, 1] > window).any()):
         return f"a sequence is longer than the window of {window}"
@@ -104,7 +104,7 @@ def flash_problem(call: Call) -> str | None:
 def flash_call_problem(call: Call) -> str | None:
     if problem := caches_problem(call):
         return problem
-    if capturing(call.q):
+    if counted_on_device(call.q, call.lens_cpu):
         return "sizes from the CPU would be the same at every replay of a capture"
     lens = call.lens_cpu[
         int((call.lens_cpu[:, 0] != 1).int().argmax()) :

@@ -6,6 +6,8 @@ have a single part or even shares, and with them one variant or two: split_kv th
 token fills the prefill kernel's tile of 128 / GROUP tokens (8B, 950 rows of 192 tokens beside prompts: 27 against
 5 ms a step, RESULTS.md). It also takes few with long contexts, in one number of parts (8B, 20,000 tokens each: two
 variants compiled on the way were 1.4 s of a load).
+
+A captured step is replayed with others: how many decode is counted on the device, and even shares take them all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graft.ops.cached_attention.balanced.triton import FEW_ROWS
+from graft.ops.cached_attention.balanced.triton import FEW_ROWS, MOST_ROWS, balanced
 from graft.ops.cached_attention.decode.triton import (
     EVEN_CONTEXT,
     EVEN_PROGRAMS,
@@ -25,7 +27,7 @@ from graft.ops.cached_attention.decode.triton import (
 )
 from graft.ops.cached_attention.gather.triton import gather, rows_for
 from graft.ops.cached_attention.prefill.triton import prefill
-from graft.ops.launch import capturing
+from graft.ops.launch import counted_on_device
 from graft.ops.paged_cache import block_of
 
 LONG_CONTEXT = 8192  # tokens: one program reads them in about 150 us, which a step with prompts in it hides
@@ -42,8 +44,13 @@ def cached_attention_triton(
     if tokens == seq_lens.shape[0]:
         return split_kv(q, k_cache, v_cache, block_tables, seq_lens, *options)
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
-    # what a capture took from the CPU would stay as it was, so there the prefill kernel takes all
-    n = 0 if capturing(q) else decoding(lens_cpu.tolist())
+    if counted_on_device(q, lens_cpu):
+        n = min(seq_lens.shape[0], tokens, MOST_ROWS)
+        rows = (q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n])
+        balanced(*rows, *options, out=out[:, :n], cu_seqlens=cu_seqlens)
+        prefill(q, k_cache, v_cache, block_tables, cu_seqlens, seq_lens, *options, out, decoded=n)
+        return out
+    n = decoding(lens_cpu.tolist())
     if n and not decode_beside(q, k_cache, v_cache, block_tables, seq_lens, lens_cpu, options, out, n):
         n = 0
     prefill(q, k_cache, v_cache, block_tables[n:], cu_seqlens[n:], seq_lens[n:], *options, out)

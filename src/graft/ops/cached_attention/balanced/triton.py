@@ -10,6 +10,8 @@ run at once. A context that lies in several shares is put together by the progra
 
 The heads of a share read the same tokens at the same time, and those lie beside each other: programs with a head of
 their own each would have eight times as many pages of memory open.
+
+In a captured step with prompts in it only the device knows how many sequences decode: they are counted there.
 """
 
 from __future__ import annotations
@@ -65,6 +67,13 @@ def context_of(seq_lens, row, window, TILE: tl.constexpr, HAS_WINDOW: tl.constex
         first = tl.maximum(length - window, 0)
     begin = first // TILE * TILE
     return length, first, begin, tl.maximum(tl.cdiv(length - begin, TILE), 1)
+
+
+@triton.jit
+def leading(cu_seqlens, every, rows):
+    """How many of so many sequences bring one token each, ahead of the first that does not."""
+    ends = tl.load(cu_seqlens + 1 + every, mask=every < rows, other=0).to(tl.int32)
+    return tl.min(tl.where((every < rows) & (ends != every + 1), every, rows))
 
 
 @triton.jit
@@ -168,20 +177,23 @@ def leave_share(
         tl.store(position, whole.to(out.dtype.element_ty), mask=live[:, None] & (dims[None, :] < d))
 
 
-@triton.jit(do_not_specialize=[*UNSPECIAL, "rows"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=[*UNSPECIAL, "rows"], do_not_specialize_on_alignment=[*UNALIGNED, "cu_seqlens"])
 def balanced_kernel(
     q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin, q_norm, k_norm,
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, eps,
-    offset, rows,
+    offset, rows, cu_seqlens,
     d: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr, COUNTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """TURN: as in the early kernel."""
+    """TURN: as in the early kernel. COUNTED: of `rows` sequences those that decode are counted in cu_seqlens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     every = tl.arange(0, ROWS_PAD)
-    _, _, _, each = context_of(seq_lens, tl.minimum(every, rows - 1), window, TILE, HAS_WINDOW)
+    if COUNTED:
+        rows = leading(cu_seqlens, every, rows)
+    _, _, _, each = context_of(seq_lens, tl.maximum(tl.minimum(every, rows - 1), 0), window, TILE, HAS_WINDOW)
     counts = tl.where(every < rows, each + BESIDE, 0)
     tiles = tl.sum(counts)
     kv, share = tl.program_id(0) % KV, tl.program_id(0) // KV
@@ -234,9 +246,10 @@ def balanced(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     out: Tensor | None = None, rotation: NewHeads | None = None,
-    programs: int | None = None,
+    programs: int | None = None, cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As split_kv (decode/triton.py). programs: else as many as run at once."""
+    """As split_kv (decode/triton.py). programs: else as many as run at once. cu_seqlens: some sequences, behind the
+    others, bring more than a token or none, and their rows of `out` stay as they are."""
     call = decode_call(
         q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, out, rotation
     )  # fmt: skip
@@ -246,8 +259,10 @@ def balanced(
     partial = torch.empty((2 * shares, kv, few, d), dtype=torch.float32, device=q.device)
     stats = torch.empty((2 * shares, kv, few, 2), dtype=torch.float32, device=q.device)
     balanced_kernel[(shares * kv,)](
-        *call.caches, partial, stats, counters(n * kv, q.device), *call.others, n, KV=kv, TILE=tile,
-        ROWS_PAD=FEW_ROWS if n <= FEW_ROWS else MOST_ROWS, GROUP_PAD=max(8, few), **call.constants,
+        *call.caches, partial, stats, counters(n * kv, q.device), *call.others, n,
+        seq_lens if cu_seqlens is None else cu_seqlens, KV=kv, TILE=tile,
+        ROWS_PAD=FEW_ROWS if n <= FEW_ROWS else MOST_ROWS, GROUP_PAD=max(8, few), COUNTED=cu_seqlens is not None,
+        **call.constants,
         num_warps=warps, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
     return call.out

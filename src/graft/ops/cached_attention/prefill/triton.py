@@ -3,6 +3,9 @@
 A program takes TOKENS tokens of one sequence with all queries of one key-value head's group, as one matrix. Which
 tokens those are it finds in `cu_seqlens`: as many programs are launched as there can be, and those that find none
 return. All sizes come from the device, so that a captured call may be replayed with others.
+
+In such a call balanced/triton.py has the sequences that decode. They are passed over, but for those of a single
+token, which cost nothing: the padding of a step may look like one of them, and its rows must hold numbers.
 """
 
 from __future__ import annotations
@@ -73,10 +76,11 @@ def visit(
     return block, best, total, result
 
 
-@triton.jit(do_not_specialize=[*UNSPECIAL, "n"], do_not_specialize_on_alignment=[*UNALIGNED, "cu_seqlens"])
+@triton.jit(do_not_specialize=[*UNSPECIAL, "n", "decoded"], do_not_specialize_on_alignment=[*UNALIGNED, "cu_seqlens"])
 def prefill_kernel(
     q, k_cache, v_cache, out, block_tables, cu_seqlens, seq_lens, sinks,
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads, n,
+    decoded,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -86,6 +90,8 @@ def prefill_kernel(
     start, stop, length = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1), tl.load(seq_lens + row)
     low = start + tile * TOKENS
     if low >= stop:
+        return
+    if (row < decoded) & (start == row) & (stop == row + 1) & (length > 1):
         return
     behind = length - stop  # a token's place in its sequence is its place in the row plus this
     m = tl.arange(0, TOKENS * GROUP_PAD)
@@ -133,9 +139,10 @@ def prefill_kernel(
 
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
-    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None, out: Tensor,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None, out: Tensor, decoded: int = 0,
 ) -> None:  # fmt: skip
-    """Writes the rows cu_seqlens[0]:cu_seqlens[-1] of out [1, T, h, d]; q: [1, h, T, d]."""
+    """Writes the rows cu_seqlens[0]:cu_seqlens[-1] of out [1, T, h, d]; q: [1, h, T, d]. decoded: of the first
+    so many sequences those that decode, ahead of all others, have their rows already."""
     _, h, tokens, d = q.shape
     kv, n = k_cache.shape[2], seq_lens.shape[0]
     q = q if q.stride(-1) == 1 else q.contiguous()
@@ -147,7 +154,7 @@ def prefill(
     prefill_kernel[(tokens // some + n, kv)](
         q, k_cache, v_cache, out, block_tables, cu_seqlens, seq_lens, q if sinks is None else sinks,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
-        scale, window or 0, softcap or 1.0, h, n,
+        scale, window or 0, softcap or 1.0, h, n, decoded,
         d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=block_of(k_cache), TOKENS=some,
         TILE=max(16, min(64, tile_bytes // (wide * q.element_size()))),
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
