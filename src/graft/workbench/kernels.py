@@ -83,7 +83,7 @@ def choice_rows(device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for shape, counts in choice_table(device).items():
         for one in ranges(counts):
-            kernel = picks_of(one.entry.how if one.entry else None, shape)[0].kernel
+            kernel = picks_of(one.entry.how if one.entry else None, shape, one.first)[0].kernel
             row = {"kernel": kernel, "shape": shape.key(), "first": one.first, "last": one.last}
             if one.entry is None:
                 rows.append({**row, "kind": kind_of(None, shape.format), "device": None})

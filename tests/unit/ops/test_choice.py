@@ -32,6 +32,7 @@ from graft.ops.fused_linear.kinds import (
     how_text,
 )
 from graft.ops.fused_linear.tables import TunedEntry, merge, parse_table, read_table, table_json, write_table
+from graft.ops.spec import Pick
 
 H200 = "NVIDIA H200"
 SQUARE = LinearShape(4096, 4096, "plain", False, False)
@@ -312,10 +313,24 @@ def test_rows_are_shared_out_for_the_shape_at_hand():
 
 
 @pytest.mark.parametrize(
+    ("format", "tokens", "kernel"),
+    [
+        ("int4", 128, "integer_gemm"), ("int4", 129, "library"), ("int4", 8192, "library"),
+        ("int8", 2047, "integer_gemm"), ("int8", 2048, "library"), ("fp8", 8192, "gemm"),
+    ],
+)  # fmt: skip
+def test_weights_are_widened_at_once_for_many_tokens(format, tokens, kernel):
+    """What was measured goes first all the same."""
+    shape = LinearShape(4096, 4096, format, False, False)
+    assert choice.picks_of(None, shape, tokens)[0].kernel == kernel
+    assert choice.picks_of(Gemm(), shape, tokens)[0] == Pick("gemm", Gemm())
+
+
+@pytest.mark.parametrize(
     ("n", "gated", "kernel"), [(49155, False, "gemm"), (49152, False, "library"), (12, True, "library")]
 )
 def test_rows_that_torch_is_slow_with_run_the_default_kernel(n, gated, kernel):
     shape = LinearShape(n, 2048, "plain", gated, norm=False)
-    assert choice.picks_of(None, shape)[0].kernel == kernel
+    assert choice.picks_of(None, shape, 32)[0].kernel == kernel
     default = "the default tensor-core kernel" if kernel == "gemm" else "torch's own GEMM"
     assert default in look_up({}, shape, 32, H200).source

@@ -18,13 +18,14 @@ from graft.ops.cases import tolerance
 from graft.ops.fused_linear import op
 from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
+from graft.ops.fused_linear.dequantize import dequantize_triton
 from graft.ops.fused_linear.kinds import BalancedGemm, Int4Gemm, IntegerGemm
 from graft.ops.fused_linear.op import int4_gemm_call_problem
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.fused_linear.round_rows import FINER, round_rows
 from graft.ops.launch import ring
 from graft.ops.selection import problem_of
-from graft.weights.packing import unpack_bytes
+from graft.weights.packing import dequantize, unpack_bytes
 from marks import FULL, examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -262,6 +263,20 @@ def test_of_float32_more_than_15_bits_are_kept():
         plain = replace(shape, weight="plain")
         problem = problem_of(SPEC.kernel("integer_gemm"), SPEC.call(*arguments(plain, torch.bfloat16)))
         assert "int8 and int4 weights" in problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [200, 512, 1096])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_weights_are_widened_to_what_they_stand_for(kind, k, dtype):
+    """Rows and columns that fill no block, each with the scale of its row or group, rounded once."""
+    call = kernels.LinearCall(*arguments(LinearCase(1, 21, k, weight=kind), torch.float32))
+    found = dequantize_triton(call.weight, call.scale, kind, k, dtype)
+    expected = dequantize(call.weight, call.scale, k, torch.float32).to(dtype)
+    step = 2**-7 if dtype is torch.bfloat16 else 0  # Triton's interpreter cuts off
+    assert found.shape == (21, k) and torch.allclose(found.double(), expected.double(), rtol=step, atol=0)
+    wrong = dequantize_triton(call.weight, call.scale.flip(0), kind, k, dtype)
+    assert not torch.allclose(wrong.double(), expected.double(), rtol=step, atol=0)
 
 
 @settings(max_examples=examples(15), deadline=None)

@@ -18,6 +18,7 @@ import torch
 from graft.base.files import cache_dir
 from graft.ops.fused_linear.kinds import (
     INTEGERS,
+    WIDENED_FROM,
     BalancedGemm,
     Gemm,
     How,
@@ -59,14 +60,16 @@ def picks(
 ) -> tuple[Pick, ...]:
     """By kernels of the op, best first. Asked at every call, so by what is at hand there."""
     shape = shape_of(rows, k, dtype, gated, norm)
-    return picks_of(choose_kernel(shape, tokens, device_name(device)).how, shape)
+    return picks_of(choose_kernel(shape, tokens, device_name(device)).how, shape, tokens)
 
 
-def picks_of(how: How, shape: LinearShape) -> tuple[Pick, ...]:
+def picks_of(how: How, shape: LinearShape, tokens: int) -> tuple[Pick, ...]:
     """Behind a measured kernel, which may not fit how a call's tensors lie, come the tensor-core kernels with sizes
     that fit every call."""
     kind = kind_of(how, shape.format)
     usual = (Pick("integer_gemm"), Pick("gemm")) if shape.format in INTEGERS else (Pick("gemm"),)
+    if tokens >= WIDENED_FROM.get(shape.format, tokens + 1):
+        usual = (Pick("library"), *usual)
     default = kind == "default" or (how is None and is_odd(shape))
     return usual if default else (Pick(kind, how), *usual)
 

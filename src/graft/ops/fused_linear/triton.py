@@ -14,10 +14,11 @@ from torch import Tensor
 
 from graft.ops.fused_linear.balanced_gemm import balanced_gemm_kernel
 from graft.ops.fused_linear.choice import FORMATS, Gemm, How, LinearShape, Matvec, shape_of
+from graft.ops.fused_linear.dequantize import dequantize_triton
 from graft.ops.fused_linear.gemm import gemm_kernel
 from graft.ops.fused_linear.int4_gemm import int4_gemm_kernel
 from graft.ops.fused_linear.integer_gemm import integer_gemm_kernel
-from graft.ops.fused_linear.kinds import INTEGERS, BalancedGemm, Int4Gemm, IntegerGemm
+from graft.ops.fused_linear.kinds import INTEGERS, WIDENED_FROM, BalancedGemm, Int4Gemm, IntegerGemm
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.round_rows import round_rows
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
@@ -26,7 +27,7 @@ from graft.ops.layer_norm.triton import layer_norm_triton
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.reference import ACTIVATIONS
 from graft.ops.swiglu.triton import swiglu_triton
-from graft.weights.packing import GROUP, PACKED, dequantize
+from graft.weights.packing import GROUP, PACKED
 
 
 class LinearCall(NamedTuple):
@@ -103,6 +104,8 @@ def run_as(call: LinearCall, how: How) -> Tensor:
     if isinstance(how, IntegerGemm):
         return launch_integer_gemm(call, how)
     if how is None and call.scale is None:
+        return library(call)
+    if how is None and call.x.shape[0] >= WIDENED_FROM.get(call.kind, call.x.shape[0] + 1):
         return library(call)
     if how is None and call.kind in INTEGERS:
         return launch_integer_gemm(call, default_integer_gemm(call))
@@ -266,11 +269,11 @@ def fetchable(call: LinearCall) -> bool:
 
 
 def library(call: LinearCall) -> Tensor:
-    """torch's own GEMM, with the norm and the activation as kernels of their own."""
+    """torch's own GEMM, with kernels of their own for the norm, the activation and what quantized weights stand for."""
     call = without_norm(call) if call.divided else call
     weight = call.weight
     if call.scale is not None:
-        weight = dequantize(weight, call.scale, call.x.shape[1], call.x.dtype)
+        weight = dequantize_triton(weight, call.scale, call.kind, call.x.shape[1], call.x.dtype)
     if call.residual is not None and call.bias is None and call.activation == "none":
         return torch.addmm(call.residual, call.x, weight.t(), alpha=call.alpha)
     y = F.linear(call.x, weight, call.bias)
