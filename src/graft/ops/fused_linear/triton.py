@@ -269,7 +269,7 @@ def fetchable(call: LinearCall) -> bool:
 
 
 def library(call: LinearCall) -> Tensor:
-    """torch's own GEMM, with kernels of their own for the norm, the activation and what quantized weights stand for."""
+    """torch's own GEMM; the norm, the activation and what quantized weights stand for have kernels of their own."""
     call = without_norm(call) if call.divided else call
     weight = call.weight
     if call.scale is not None:
