@@ -68,3 +68,47 @@ print("through")
 def test_what_others_froze_stays_frozen():
     done = run_python("-c", FROZEN)
     assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr
+
+
+RARE = """
+import gc
+
+from graft.base.garbage import RARELY, old_objects_frozen
+
+full = []
+gc.callbacks.append(lambda phase, about: full.append(about["generation"] == 2 and phase == "stop"))
+gc.unfreeze()
+
+
+def collections():
+    before = sum(full)
+    kept = [[] for _ in range(200_000)]  # they live on, and take in what a young collection leaves
+    return sum(full) - before
+
+
+usual = gc.get_threshold()
+outside = collections()
+with old_objects_frozen():
+    inside = collections()
+    with old_objects_frozen():
+        assert gc.get_threshold() == (*usual[:2], RARELY)
+    assert gc.get_threshold() == (*usual[:2], RARELY), "an inner block leaves them"
+assert gc.get_threshold() == usual
+with old_objects_frozen():
+    gc.set_threshold(500, 5, 5)
+assert gc.get_threshold() == (500, 5, 5), "what somebody sets meanwhile stays"
+for given in ((700, 10, 2 * RARELY), (700, 10, 0)):  # rarer, and never
+    gc.set_threshold(*given)
+    with old_objects_frozen():
+        assert gc.get_threshold() == given
+    assert gc.get_threshold() == given
+print("full", outside, inside)
+"""
+
+
+def test_full_collections_are_rare_while_an_engine_works():
+    """They go through the token lists of all requests, and every sequence waits."""
+    done = run_python("-c", RARE)
+    assert done.returncode == 0, done.stderr
+    outside, inside = map(int, done.stdout.split()[1:])
+    assert outside > 0 == inside
