@@ -11,8 +11,8 @@ LOCK = threading.Lock()
 INSIDE = 0  # blocks that are open, in all threads
 OURS: bool | None = None  # whether nobody else had frozen objects before; counting takes 50 ms, so it is done once
 # Collections of the middle generation before a full one, by default ten. Under load those come every second and go
-# through the token lists of all requests: 41 in 35 s, 0.07 s each and more with every request, a tenth of the time and
-# the 99th percentile between tokens (8B, 1,024 at once, H200). A thousand take a minute.
+# through the token lists of all requests: 41 in 35 s, 0.07 s each and more with every request, a tenth of the time
+# and the 99th percentile between tokens (8B, 1,024 at once, H200). A thousand take a minute.
 RARELY = 1000
 BEFORE: tuple[int, int, int] | None = None  # the thresholds outside of all blocks, where they were changed
 FROM_THE_START = 2000  # Python 3.12 itself has frozen some 400; a program that freezes has more than 4,000 to freeze

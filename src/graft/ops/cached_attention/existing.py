@@ -33,7 +33,7 @@ def cached_attention_sdpa(
 ) -> Tensor:  # fmt: skip
     _, h, tokens, d = q.shape
     sizes: list[list[int]] = lens_cpu.tolist()  # on the CPU
-    n = decoding(sizes)
+    n = decoding(lens_cpu)
     if len(sizes) == 1 and n == 0:
         found = attend_prompt(q, k_cache, v_cache, block_tables[0], sizes[0][1], scale)
         return found.transpose(1, 2).contiguous()

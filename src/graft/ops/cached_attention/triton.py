@@ -50,7 +50,7 @@ def cached_attention_triton(
         balanced(*rows, *options, out=out[:, :n], cu_seqlens=cu_seqlens)
         prefill(q, k_cache, v_cache, block_tables, cu_seqlens, seq_lens, *options, out, decoded=n)
         return out
-    n = decoding(lens_cpu.tolist())
+    n = decoding(lens_cpu)
     if n and not decode_beside(q, k_cache, v_cache, block_tables, seq_lens, lens_cpu, options, out, n):
         n = 0
     prefill(q, k_cache, v_cache, block_tables[n:], cu_seqlens[n:], seq_lens[n:], *options, out)
@@ -68,7 +68,7 @@ def cached_attention_flash(
     _, h, tokens, d = q.shape
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
-    options, n = (scale, window, softcap, sinks), decoding(lens_cpu.tolist())
+    options, n = (scale, window, softcap, sinks), decoding(lens_cpu)
     if n and not decode_beside(q, k_cache, v_cache, block_tables, seq_lens, lens_cpu, options, out, n):
         prefill(q[:, :, :n], k_cache, v_cache, block_tables[:n], cu_seqlens[: n + 1], seq_lens[:n], *options, out)
     rows = rows_for(lens_cpu[n:, 1])
@@ -116,6 +116,7 @@ def one_part(n: int, cache: Tensor) -> bool:
     return n * kv > MANY_PROGRAMS and split_count(n, kv, cache.device) == 1
 
 
-def decoding(lens: list[list[int]]) -> int:
-    """How many sequences at the front bring one token each."""
-    return next((i for i, (new, _) in enumerate(lens) if new != 1), len(lens))
+def decoding(lens_cpu: Tensor) -> int:
+    """How many sequences at the front bring one token each. Asked in every layer: a list of a thousand takes longer."""
+    others = (lens_cpu[:, 0] != 1).nonzero()
+    return int(others[0]) if len(others) else len(lens_cpu)
