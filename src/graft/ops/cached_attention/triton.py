@@ -117,6 +117,6 @@ def one_part(n: int, cache: Tensor) -> bool:
 
 
 def decoding(lens_cpu: Tensor) -> int:
-    """How many sequences at the front bring one token each. Asked in every layer: a list of a thousand takes longer."""
+    """How many sequences at the front bring one token each. Asked in every layer, where a list takes longer."""
     others = (lens_cpu[:, 0] != 1).nonzero()
     return int(others[0]) if len(others) else len(lens_cpu)
