@@ -70,10 +70,18 @@ def context_of(seq_lens, row, window, TILE: tl.constexpr, HAS_WINDOW: tl.constex
 
 
 @triton.jit
-def leading(cu_seqlens, every, rows):
-    """How many of so many sequences bring one token each, ahead of the first that does not."""
-    ends = tl.load(cu_seqlens + 1 + every, mask=every < rows, other=0).to(tl.int32)
-    return tl.min(tl.where((every < rows) & (ends != every + 1), every, rows))
+def tile_counts(
+    seq_lens, cu_seqlens, rows, window, ROWS_PAD: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    """How many sequences there are, and the tiles that each costs, [ROWS_PAD]. COUNTED: of `rows` those at the front
+    that bring one token each."""
+    every = tl.arange(0, ROWS_PAD)
+    if COUNTED:
+        ends = tl.load(cu_seqlens + 1 + every, mask=every < rows, other=0).to(tl.int32)
+        rows = tl.min(tl.where((every < rows) & (ends != every + 1), every, rows))
+    _, _, _, each = context_of(seq_lens, tl.maximum(tl.minimum(every, rows - 1), 0), window, TILE, HAS_WINDOW)
+    return rows, tl.where(every < rows, each + BESIDE, 0)
 
 
 @triton.jit
@@ -187,14 +195,10 @@ def balanced_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURN: tl.constexpr, WIDE: tl.constexpr, COUNTED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """TURN: as in the early kernel. COUNTED: of `rows` sequences those that decode are counted in cu_seqlens."""
+    """TURN: as in the early kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    every = tl.arange(0, ROWS_PAD)
-    if COUNTED:
-        rows = leading(cu_seqlens, every, rows)
-    _, _, _, each = context_of(seq_lens, tl.maximum(tl.minimum(every, rows - 1), 0), window, TILE, HAS_WINDOW)
-    counts = tl.where(every < rows, each + BESIDE, 0)
+    rows, counts = tile_counts(seq_lens, cu_seqlens, rows, window, ROWS_PAD, TILE, HAS_WINDOW, COUNTED)
     tiles = tl.sum(counts)
     kv, share = tl.program_id(0) % KV, tl.program_id(0) // KV
     shares = tl.minimum(tl.num_programs(0) // KV, tiles)
