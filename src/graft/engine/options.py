@@ -17,11 +17,12 @@ SHORT_REQUEST = 256  # tokens: with room for no more such requests, further rows
 CACHE_DTYPES = ("auto", "fp8")
 ADMISSIONS = ("forecast", "greedy")
 RUNNERS = ("generate", "pooling")
+SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_prefill_tokens")  # None: as it suits
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Names as in vLLM; kv_cache_memory, admission and max_events are graft's own.
+    """Names as in vLLM; kv_cache_memory, max_mixed_prefill_tokens, admission and max_events are graft's own.
 
     kv_cache_dtype: "auto", the model's own, or "fp8": keys and values in one byte each, e4m3, with a scale for every
     token and head (ops/paged_cache.py).
@@ -31,6 +32,8 @@ class EngineOptions:
     max_model_len: tokens of a request, prompt and answer; None: all that the model was made for.
     max_num_seqs: requests that run at once. None: see requests_at_once.
     max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. None: see tokens_of_a_step.
+    max_mixed_prefill_tokens: of these, tokens of prompts in a step in which others decode, so that those wait less
+    for their next token. None: as many as there is room for.
     admission: "forecast" lets a request in when the cache will hold all that run until they end, "greedy" when it
     holds the prompt, as vLLM does: more run at once, and some are preempted and computed again.
     enable_prefix_caching: prompts that begin alike share what is in the cache.
@@ -47,6 +50,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_mixed_prefill_tokens: int | None = None
     admission: str = "forecast"
     enable_prefix_caching: bool = True
     max_events: int = 65_536
@@ -56,7 +60,7 @@ class EngineOptions:
     runner: str = "generate"
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_events"):
+        for name in (*SIZES, "max_events"):
             value = getattr(self, name)
             if not is_size(value) and not (value is None and name != "max_events"):
                 raise UsageError(f"{name} must be a whole number of at least 1, but is {value!r}")

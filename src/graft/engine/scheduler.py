@@ -14,6 +14,7 @@ from graft.engine.kv.states import StateCache
 
 PATIENCE = 1000  # steps by which a better priority goes ahead
 ASK_AGAIN = 16  # steps after which one whom the forecast refused is looked at again, though nobody has left
+LONG_PROMPT = 4096  # tokens: attention over that much is slower in a captured step, as small ones are
 SCORED = 512  # tokens of prompts whose logits a step keeps: 256 MB of a vocabulary of 128 k, in float32
 
 
@@ -33,6 +34,7 @@ class StepPlan:
     """One step: `counts[i]` tokens of `requests[i]`. The manager has the moves to be made before it."""
 
     budget: int  # tokens that may still be taken
+    prompts: int  # of these, of prompts that are not long
     requests: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     scorable: int = 0  # of these, tokens of prompts that are scored
@@ -45,7 +47,7 @@ class StepPlan:
     def decoding_first(self) -> StepPlan:
         """Single tokens side by side: attention takes a run of them in one call."""
         pairs = sorted(zip(self.requests, self.counts, strict=True), key=lambda pair: pair[1] > 1)
-        return StepPlan(self.budget, [r for r, _ in pairs], [c for _, c in pairs])
+        return StepPlan(self.budget, self.prompts, [r for r, _ in pairs], [c for _, c in pairs])
 
 
 class Scheduler:
@@ -63,6 +65,7 @@ class Scheduler:
         manager: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_mixed_prefill_tokens: int | None = None,
         *,
         forecast: bool = True,
         states: StateCache | None = None,
@@ -72,6 +75,7 @@ class Scheduler:
         self.forecast = Forecast(manager) if forecast else None
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_mixed_prefill_tokens = max_mixed_prefill_tokens
         self.waiting: list[Request] = []  # both in order
         self.running: list[Request] = []
         self.leaving: set[Request] = set()  # of the running, those whose last token is in flight
@@ -105,9 +109,10 @@ class Scheduler:
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
             if not self.admit(self.waiting[0]):
                 break
-        plan = StepPlan(self.max_num_batched_tokens, scorable=SCORED)
         # kept for those that decode, but one token is left for the first in the order if that is a prompt
         decoding = [request.decoding for request in self.running]
+        most, beside = self.max_num_batched_tokens, self.max_mixed_prefill_tokens
+        plan = StepPlan(most, beside if beside is not None and any(decoding) else most, scorable=SCORED)
         kept = min(sum(decoding), self.max_num_batched_tokens - 1)
         for request, decodes in zip(tuple(self.running), decoding, strict=True):
             if request.table is None:
@@ -117,7 +122,7 @@ class Scheduler:
                 plan.take(request, 1)
             else:
                 self.serve(request, plan, 0 if decodes else kept)
-        while plan.budget and self.waiting and self.admit(request := self.waiting[0]):
+        while plan.budget and plan.prompts and self.waiting and self.admit(request := self.waiting[0]):
             self.serve(request, plan)
         return plan.decoding_first()
 
@@ -125,6 +130,9 @@ class Scheduler:
         """Puts the request's next tokens into the plan, leaving `kept`. Without memory for them it waits again."""
         assert request.table is not None
         granted = min(request.length - request.fed, max(plan.budget - kept, 0))
+        limited = request.length <= LONG_PROMPT and not request.decoding
+        if limited:
+            granted = min(granted, plan.prompts)
         if request.scores_prompt:
             granted = min(granted, plan.scorable)
             plan.scorable -= granted
@@ -134,6 +142,7 @@ class Scheduler:
             self.preempt(request)
             return
         plan.take(request, granted)
+        plan.prompts -= granted if limited else 0
 
     def admit(self, request: Request) -> bool:
         """Lets a waiting request in, with room for all of its tokens; those in the cache, or in host memory, are not

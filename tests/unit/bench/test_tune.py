@@ -140,7 +140,7 @@ def test_steps_are_noted_while_an_engine_runs(quantized):
     before = engine.count
     with noted_steps(engine) as noted:
         quantized.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
-        engine.count(StepPlan(1), [], 0.25, decoding=True)
+        engine.count(StepPlan(1, 1), [], 0.25, decoding=True)
     assert noted == [0.25] and engine.count == before  # a step that is no replay is not one of them
 
 

@@ -10,7 +10,9 @@ import torch
 import graft
 from capture_cases import engine
 from graft.engine.decode.buckets import BatchSizes
-from graft.engine.decode.packed import LARGEST, token_sizes
+from graft.engine.decode.packed import LARGEST, largest_step, token_sizes
+from graft.engine.kv.manager import BlockManager
+from graft.engine.scheduler import Scheduler
 from graft.ops.layout import NAMES, HostBatch
 from marks import short
 
@@ -18,11 +20,32 @@ PROMPTS = [[i * 7 % 120 + 1 for i in range(count)] for count in (1, 3, 16, 17, 4
 
 
 def test_the_numbers_of_tokens():
-    sizes = token_sizes(100_000)
+    sizes = token_sizes(LARGEST)
     assert sizes[:6] == (16, 20, 24, 28, 32, 40) and sizes[-1] == LARGEST
     assert not any(size % 2 for size in sizes)  # rows are odd
     assert max((b - a - 1) / b for a, b in pairwise(sizes)) < 0.2
     assert token_sizes(20) == (16, 20) and token_sizes(15) == ()
+
+
+@pytest.mark.parametrize(
+    ("seqs", "most", "beside", "largest"),
+    [
+        (1024, 8192, None, 2048), (1024, 8192, 2048, 3072), (1024, 8192, 8192, 4096), (16, 8192, 512, 2048),
+        (1024, 512, None, 512), (1024, 2500, 2048, 2500),
+    ],
+)  # fmt: skip
+def test_a_full_step_of_both_is_captured_where_prompts_are_bounded(seqs, most, beside, largest):
+    assert largest_step(Scheduler(BlockManager(4, 16), seqs, most, beside)) == largest
+
+
+def test_tokens_are_the_same_however_many_of_prompts_a_step_takes():
+    params = [graft.SamplingParams(max_tokens=4 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    found = [
+        engine("llama", record, **options, max_mixed_prefill_tokens=beside).generate(PROMPTS, params)
+        for record, beside in ((False, None), (False, 7), (True, 7))
+    ]
+    assert [o.token_ids for o in found[0]] == [o.token_ids for o in found[1]] == [o.token_ids for o in found[2]]
 
 
 @pytest.mark.some(1)

@@ -18,8 +18,8 @@ from marks import examples
 BLOCK = 4
 
 
-def make(blocks=12, seqs=4, budget=16, forecast=False, **options):
-    return Scheduler(BlockManager(blocks, BLOCK, **options), seqs, budget, forecast=forecast)
+def make(blocks=12, seqs=4, budget=16, forecast=False, beside=None, **options):
+    return Scheduler(BlockManager(blocks, BLOCK, **options), seqs, budget, beside, forecast=forecast)
 
 
 def request(length, new, priority=0, first=0, n=1):
@@ -58,6 +58,10 @@ def check(scheduler, plan):
     assert len(set(map(id, plan.requests))) == len(plan.requests)
     assert sum(plan.counts) <= scheduler.max_num_batched_tokens
     assert len(scheduler.running) <= scheduler.max_num_seqs
+    beside = scheduler.max_mixed_prefill_tokens
+    if beside is not None and any(one.decoding for one in plan.requests):
+        prompts = [count for one, count in zip(plan.requests, plan.counts, strict=True) if not one.decoding]
+        assert sum(prompts) <= beside
     written = []
     for one, count in zip(plan.requests, plan.counts, strict=True):
         assert one in scheduler.running and 0 < count <= len(one.tokens) - one.computed
@@ -88,15 +92,16 @@ ARRIVALS = st.lists(
     st.integers(10, 30),
     st.integers(1, 6),
     st.integers(1, 24),
+    st.sampled_from([None, None, 1, 5]),
     st.booleans(),
     st.booleans(),
     st.integers(0, 99),
 )
 def test_any_trace_ends_with_every_request_done_and_every_block_free(
-    arrivals, blocks, seqs, budget, reuse, forecast, seed
+    arrivals, blocks, seqs, budget, beside, reuse, forecast, seed
 ):
     """Arrivals at any time, any length, any priority, some cancelled on the way: nobody is lost, nothing leaks."""
-    scheduler, rng = make(blocks, seqs, budget, forecast, prefix_reuse=reuse), random.Random(seed)
+    scheduler, rng = make(blocks, seqs, budget, forecast, beside, prefix_reuse=reuse), random.Random(seed)
     requests = []
     for pause, length, new, priority, first, n in arrivals:
         for _ in range(pause):
@@ -115,6 +120,22 @@ def test_any_trace_ends_with_every_request_done_and_every_block_free(
     assert limit and all(r.finish_reason for r in requests)
     assert all(len(r.new_tokens) == r.params.max_tokens for r in requests if r.finish_reason == "length")
     assert scheduler.manager.available == blocks and not scheduler.manager.tables
+
+
+def test_prompts_are_bounded_beside_sequences_that_decode_alone(monkeypatch):
+    """Whoever decodes waits no longer than for so many tokens; where nobody does, or a prompt is long, none wait."""
+    monkeypatch.setattr(scheduling, "LONG_PROMPT", 16)
+    scheduler = make(blocks=60, budget=20, beside=5)
+    scheduler.add(request(12, 9))
+    assert step(scheduler).counts == [12], "nobody decodes"
+    for length in (8, 7, 30):
+        scheduler.add(request(length, 9, first=length))
+    assert step(scheduler).counts == [1, 5], "of the first"
+    assert step(scheduler).counts == [1, 3, 2], "of the first what is left, and of the second"
+    assert sorted(step(scheduler).counts) == [1, 1, 5], "the second; the third waits behind it"
+    long = scheduler.waiting[0]
+    plan = scheduler.schedule()
+    assert dict(zip(plan.requests, plan.counts, strict=True))[long] == 20 - 3, "all that is left of the step"
 
 
 def finishes(low, flood, seqs, blocks, steps):

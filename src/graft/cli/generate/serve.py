@@ -41,6 +41,10 @@ MaxNumSeqs = Annotated[
     typer.Option(help="Requests that run at once. [256; on a GPU what the cache has room for, up to 1024]"),
 ]
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens of one step; longer prompts are fed in chunks.")]
+MaxMixedPrefill = Annotated[
+    int | None,
+    typer.Option(help="Tokens of prompts in a step in which others decode. [as many as a step has room for]"),
+]
 MaxQueued = Annotated[int, typer.Option(help="Answers that may wait beside those that run; more are a 429.")]
 MaxWait = Annotated[
     float, typer.Option(help="A request that waits for longer is a 429; 0: never.", metavar="SECONDS")
@@ -106,6 +110,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
+    max_mixed_prefill_tokens: MaxMixedPrefill = None,
     max_queued_requests: MaxQueued = 1024,
     max_queue_time: MaxWait = 0.0,
     scheduling_policy: Policy = "fcfs",

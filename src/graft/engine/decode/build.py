@@ -17,7 +17,7 @@ from graft.engine.decode.buffers import Buffers
 from graft.engine.decode.capture import CapturedSteps
 from graft.engine.decode.choose import choose
 from graft.engine.decode.loop import DecodeLoop
-from graft.engine.decode.packed import PackedSteps
+from graft.engine.decode.packed import PackedSteps, largest_step
 from graft.engine.options import EngineOptions
 from graft.engine.scheduler import Scheduler
 from graft.ops.launch import launch_failures, pdl_problem
@@ -60,7 +60,7 @@ def make_loop(
     captures = CapturedSteps(graph, tensors, buffers, states)
     asked = options.cudagraph_capture_sizes is not None
     steps = BatchSizes(sizes, DECODE_PAYS, sizes if asked else ())
-    packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, captures.packed, states)
+    packed = PackedSteps(graph, tensors, buffers, largest_step(scheduler), captures.packed, states)
     most = scheduler.max_num_batched_tokens
     captures.make_all(steps.used, progress, first_runs(packed, most, tensors) if device.type == "cuda" else {})
     captures.tell_cost(min(steps.used))

@@ -199,7 +199,7 @@ class DecodeLoop:
         if commands:
             self.tell(slot, commands)
         self.scheduler.clock += 1
-        plan = StepPlan(0, going_on, [1] * len(going_on))
+        plan = StepPlan(0, 0, going_on, [1] * len(going_on))
         due = [Due.of(one.request, one.row) for one in staying]
         self.counts.ahead += 1
         return self.launch(self.step_of(plan, due, slot, capture))

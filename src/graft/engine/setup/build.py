@@ -74,7 +74,8 @@ def build_engine(
     rows = options.requests_at_once(device, found.blocks * block_size)
     rows = rows if kept is None else min(rows, kept.blocks)
     held = None if kept is None else StateCache(states, rows, device, padding=record)
-    scheduler = Scheduler(manager, rows, options.tokens_of_a_step(device), forecast=foreseeing, states=held)
+    tokens = options.tokens_of_a_step(device), options.max_mixed_prefill_tokens
+    scheduler = Scheduler(manager, rows, *tokens, forecast=foreseeing, states=held)
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
     kind = Engine if pooling is None else partial(PoolingEngine, pooling=pooling)
     engine = kind(
