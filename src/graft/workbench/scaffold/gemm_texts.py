@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Mapping
 
 from graft.workbench.scaffold.gemm_program import ROW, SUMS, GemmProgram
-from graft.workbench.scaffold.kernel import CPP, TRITON
+from graft.workbench.scaffold.kernel import CPP, GIVEN, TRITON, given_names
 from graft.workbench.scaffold.render import fill
-from graft.workbench.scaffold.row_program import RowBlock, RowInput, RowLanguage
+from graft.workbench.scaffold.row_program import RowBlock, RowInput, RowLanguage, output_name
 from graft.workbench.scaffold.row_texts import (
     IDENTITY,
     TRITON_FOLD,
@@ -53,6 +53,10 @@ def rows_of(program: GemmProgram) -> list[RowInput]:
     return [given for given in program.inputs if not given.vector]
 
 
+def out_of(program: GemmProgram) -> str:
+    return output_name([*(given.name for given in program.inputs), program.weight, *program.numbers])
+
+
 def vectors_of(program: GemmProgram) -> list[str]:
     return [given.name for given in program.inputs if given.vector]
 
@@ -63,7 +67,8 @@ def vectors_of(program: GemmProgram) -> list[str]:
 def triton_gemm_text(program: GemmProgram, common: Mapping[str, str]) -> str:
     rows, vectors = [given.name for given in rows_of(program)], vectors_of(program)
     strides = [f"{name}_s{dim}" for name in rows for dim in range(2)]
-    pointers = [*(f"{name}_ptr" for name in (*rows, program.weight, *vectors, "out")), "count", "n1"]
+    out = out_of(program)
+    pointers = [*(f"{name}_ptr" for name in (*rows, program.weight, *vectors, out)), "count", "n1"]
     helpers = triton_helpers(program)
     lines, value = triton_row(program)
     return fill(
@@ -72,7 +77,7 @@ def triton_gemm_text(program: GemmProgram, common: Mapping[str, str]) -> str:
             **common,
             "helper_import": f"\nfrom graft.ops.triton_math import {', '.join(helpers)}\n" if helpers else "",
             "parameters": ",\n    ".join(
-                [", ".join(pointers), ", ".join(["columns", "depth", *strides, *program.numbers])]
+                [", ".join(pointers), ", ".join(["columns", "depth", *strides, *given_names(program.numbers)])]
             ),
             "starts": "".join(f"    r_{n} = {n}_ptr + i0 * {n}_s0 + i1 * {n}_s1\n" for n in rows),
             "prologue": "".join(
@@ -84,14 +89,14 @@ def triton_gemm_text(program: GemmProgram, common: Mapping[str, str]) -> str:
             "made": "".join(f"        {line}\n" for line in lines),
             "value": value,
             "weight": program.weight,
+            "matrix": GIVEN.format(program.weight),
+            "target": out,
             "epilogue": "".join(f"    {name} = {text}\n" for name, text in program.epilogue.lines),
             "result": program.epilogue.results[0],
-            "rows": f"{rows[0]},"
-            if len(rows) == 1
-            else ", ".join(rows),
-            "vectors": "".join(f"{name}.contiguous(), " for name in vectors),
-            "trailing": "".join(f", {name}" for name in program.numbers),
-            "dtype": "torch.float32" if program.wide else f"{program.weight}.dtype",
+            "rows": "".join(f"{name}, " for name in given_names(rows)),
+            "vectors": "".join(f"{name}.contiguous(), " for name in given_names(vectors)),
+            "trailing": "".join(f", {name}" for name in given_names(program.numbers)),
+            "dtype": "torch.float32" if program.wide else f"{GIVEN.format(program.weight)}.dtype",
         },
     )  # fmt: skip
 
@@ -143,10 +148,10 @@ def triton_helpers(program: GemmProgram) -> list[str]:
 
 def native_gemm_files(program: GemmProgram, common: Mapping[str, str], struct: str) -> dict[str, str]:
     rows, vectors = rows_of(program), vectors_of(program)
-    members = [f"View {given.name};" for given in rows] + [f"const float* {name};" for name in vectors]
-    members += [f"float {name};" for name in program.numbers] + ["float* room;"] * bool(program.prologue)
+    members = [f"View in_{given.name};" for given in rows] + [f"const float* in_{name};" for name in vectors]
+    members += [f"float in_{name};" for name in program.numbers] + ["float* room;"] * bool(program.prologue)
     lines = [f"const float {name} = {text};" for name, text in program.epilogue.lines]
-    multiplied = program.before[0].name
+    multiplied = GIVEN.format(program.before[0].name)
     values = {
         **common,
         "struct": f"{struct}Args",
@@ -156,15 +161,18 @@ def native_gemm_files(program: GemmProgram, common: Mapping[str, str], struct: s
         "starts": "".join(f"  {line}\n" for line in (*scalars(program), *starts(program.behind))),
         "lines": "".join(f"    {line}\n" for line in lines),
         "result": program.epilogue.results[0],
+        "target": out_of(program),
         "weight": program.weight,
-        "values": "".join(f'    {given.name} = plan.flat(given["{given.name}"])\n' for given in rows)
-        + "".join(f'    {name} = plan.vector(given["{name}"])\n' for name in vectors)
-        + "".join(f'    {name} = float(given["{name}"])\n' for name in program.numbers),
-        "widths": "".join(f"({given.name}, {as_text(program, given.width)}), " for given in rows).rstrip(" "),
+        "values": "".join(f'    in_{given.name} = plan.flat(given["{given.name}"])\n' for given in rows)
+        + "".join(f'    in_{name} = plan.vector(given["{name}"])\n' for name in vectors)
+        + "".join(f'    in_{name} = float(given["{name}"])\n' for name in program.numbers),
+        "widths": "".join(f"(in_{given.name}, {as_text(program, given.width)}), " for given in rows).rstrip(" "),
         "checks": native_checks(program),
         "room": " + whole({depth}, kLanes)" if program.prologue else "",
         "multiplied": "" if program.prologue else f"x=Pointer({multiplied}), ldx=Stride({multiplied}), ",
-        "fields": "".join(f"in__{name}={name}, " for name in (*(g.name for g in rows), *vectors, *program.numbers)),
+        "fields": "".join(
+            f"in__{name}={name}, " for name in given_names((*(g.name for g in rows), *vectors, *program.numbers))
+        ),
     }
     return {"native.h": fill("native_gemm_header", values), "native.py": fill("native_gemm", values)}
 
@@ -176,17 +184,17 @@ OWN_ROOM = """  {} a = given;
 
 
 def scalars(program: GemmProgram) -> list[str]:
-    return [f"const float v_{name} = a.{name};" for name in program.numbers]
+    return [f"const float v_{name} = a.in_{name};" for name in program.numbers]
 
 
 def starts(inputs: Iterable[RowInput]) -> list[str]:
-    return [f"const float* r_{given.name} = a.{given.name}.row(row);" for given in inputs if not given.vector]
+    return [f"const float* r_{given.name} = a.in_{given.name}.row(row);" for given in inputs if not given.vector]
 
 
 def native_prologue(program: GemmProgram, common: Mapping[str, str], struct: str) -> str:
     """How every thread makes the rows that it multiplies."""
     of_letter = {g.width: g.name for g in program.before if not g.vector and isinstance(g.width, str)}
-    widths = [f"const int64_t n_{letter} = a.{name}.size;" for letter, name in of_letter.items()]
+    widths = [f"const int64_t n_{letter} = a.in_{name}.size;" for letter, name in of_letter.items()]
     blocks = [line for block in program.prologue for line in cpp_block(block)]
     body = [*scalars(program), *starts(program.before), *widths, *blocks]
     values = {"struct": f"{struct}Args", "row": ROW, "body": "".join(f"  {line}\n" for line in body)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,14 @@ class KernelLanguage:
     reciprocal: str
 
 
-TRITON = KernelLanguage("Triton", lambda row: row.triton, "{}", repr, "(1.0 / {})")
+# An argument's own name might be one that a kernel's file has for something else: out, rows, weight.
+GIVEN = "in_{}"
+TRITON = KernelLanguage("Triton", lambda row: row.triton, GIVEN, repr, "(1.0 / {})")
 CPP = KernelLanguage("C++", lambda row: row.cpp, "v_{}", number, "(1.0f / {})")
+
+
+def given_names(names: Iterable[str]) -> list[str]:
+    return [GIVEN.format(name) for name in names]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from graft.workbench.scaffold.gemm_texts import (
     native_gemm_files,
     triton_gemm_text,
 )
-from graft.workbench.scaffold.kernel import CPP, TRITON, KernelLanguage, KernelSource, kernel_of
+from graft.workbench.scaffold.kernel import CPP, GIVEN, TRITON, KernelLanguage, KernelSource, given_names, kernel_of
 from graft.workbench.scaffold.names import class_name
 from graft.workbench.scaffold.render import fill
 from graft.workbench.scaffold.row_program import REDUCTIONS, RowInput, RowLanguage, RowProgram, row_program
@@ -70,6 +70,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "call_tuple": tuple_text([f"call.{name}" for name in tensors]),
         "first": tensors[0],
         "typed": ", ".join(f"{name}: {kind}" for name, kind in typed),
+        "typed_in": ", ".join(f"{GIVEN.format(name)}: {kind}" for name, kind in typed),
         "schema": ", ".join(f"{kind} {name}" for name, kind in typed),
         "returned": returned(body.pattern),
         "results": f"({', '.join(['Tensor'] * count)})" if (count := results_of(body.pattern)) else "Tensor",
@@ -305,34 +306,41 @@ def native_files(kernel: KernelSource, common: dict[str, str], tensors: list[str
     """A header for the compiled step of backend="native", and how a call of the op becomes one of its kernel."""
     values = common | {
         "struct": f"{struct}Args",
-        "members": " ".join([*(f"View {n};" for n in tensors), *(f"float {n};" for n in kernel.numbers)]),
-        "scalars": "".join(f"  const float v_{name} = a.{name};\n" for name in kernel.numbers),
-        "rows": "".join(f"      const float* r_{name} = a.{name}.at(row, head);\n" for name in tensors),
+        "members": " ".join([*(f"View in_{n};" for n in tensors), *(f"float in_{n};" for n in kernel.numbers)]),
+        "scalars": "".join(f"  const float v_{name} = a.in_{name};\n" for name in kernel.numbers),
+        "rows": "".join(f"      const float* r_{name} = a.in_{name}.at(row, head);\n" for name in tensors),
         "loads": "".join(f"        const float v_{name} = r_{name}[i];\n" for name in tensors),
         "steps": "".join(f"        const float {line};\n" for line in kernel.steps),
         "result": kernel.result,
-        "values": "".join(f'    {name} = plan.value(given["{name}"])\n' for name in tensors)
-        + "".join(f'    {name} = float(given["{name}"])\n' for name in kernel.numbers),
-        "tensors": tuple_text(tensors),
-        "fields": ", ".join(f"{name}={name}" for name in (*tensors, *kernel.numbers)),
+        "values": "".join(f'    in_{name} = plan.value(given["{name}"])\n' for name in tensors)
+        + "".join(f'    in_{name} = float(given["{name}"])\n' for name in kernel.numbers),
+        "tensors": tuple_text(given_names(tensors)),
+        "fields": ", ".join(f"{name}={name}" for name in given_names((*tensors, *kernel.numbers))),
     }
     return {"native.h": fill("native_header", values), "native.py": fill("native", values)}
 
 
 def triton_text(kernel: KernelSource, common: dict[str, str], tensors: list[str]) -> str:
     imported = f"\nfrom graft.ops.triton_math import {', '.join(kernel.helpers)}\n" if kernel.helpers else ""
-    loads = [f"    {n} = tl.load({n}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for n in tensors]
+    loads = [f"    in_{n} = tl.load({n}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for n in tensors]
     return fill(
         "triton",
         common
         | {
             "helper_import": imported,
-            "pointers": ", ".join([*(f"{name}_ptr" for name in tensors), "out", "count", *kernel.numbers]),
+            "pointers": ", ".join(
+                [*(f"{name}_ptr" for name in tensors), "out", "count", *given_names(kernel.numbers)]
+            ),
             "loads": "\n".join(loads),
             "steps": "\n".join(f"    {line}" for line in kernel.steps),
             "result": kernel.result,
             "given": ", ".join(
-                [*(f"{name}.contiguous()" for name in tensors), "out", "out.numel()", *kernel.numbers]
+                [
+                    *(f"{name}.contiguous()" for name in given_names(tensors)),
+                    "out",
+                    "out.numel()",
+                    *given_names(kernel.numbers),
+                ]
             ),
         },
     )

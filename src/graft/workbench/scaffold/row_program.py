@@ -7,7 +7,7 @@ columns. Inputs are read again by each loop: a row stays in the first-level cach
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -272,9 +272,10 @@ def written_program(body: Body, rewrite: Rewrite, language: RowLanguage) -> RowP
     results = returned_nodes(graphs[0])
     check_shapes(graphs[0], inputs, results)
     blocks = writer.blocks()
+    out = output_name([*(given.name for given in inputs.values()), *names])
     outputs = tuple(
         RowOutput(
-            "out" if len(results) == 1 else f"out{i}", writer.width(node), tensor_of(node).dtype is torch.float32
+            out if len(results) == 1 else f"{out}{i}", writer.width(node), tensor_of(node).dtype is torch.float32
         )
         for i, node in enumerate(results)
     )
@@ -347,6 +348,11 @@ def pointwise_steps(first: Graph, second: Graph) -> dict[Node, tuple[list[Pointw
             raise NoRows(steps if isinstance(steps, str) else str(others))
         found[node] = (steps, others)
     return found
+
+
+def output_name(given: Iterable[str]) -> str:
+    """Of what is written, beside arguments of these names."""
+    return "result" if any(name.startswith("out") for name in given) else "out"
 
 
 def check_shapes(graph: Graph, inputs: dict[Node, RowInput], results: tuple[Node, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graft.workbench.scaffold.kernel import CPP, TRITON
+from graft.workbench.scaffold.kernel import CPP, GIVEN, TRITON, given_names
 from graft.workbench.scaffold.render import fill
 from graft.workbench.scaffold.row_program import RowBlock, RowInput, RowLanguage, RowProgram, Stretch
 
@@ -23,7 +23,7 @@ def triton_load(given: RowInput, at: str) -> str:
 
 
 def cpp_load(given: RowInput, at: str) -> str:
-    return f"a.{given.name}[{at}]" if given.vector else f"r_{given.name}[{at}]"
+    return f"a.in_{given.name}[{at}]" if given.vector else f"r_{given.name}[{at}]"
 
 
 TRITON_ROWS = RowLanguage(TRITON, triton_load)
@@ -56,29 +56,30 @@ def triton_rows_text(program: RowProgram, common: Mapping[str, str]) -> str:
     sizes = [f"n_{letter}" for letter in known]
     pointers = [*(f"{n}_ptr" for n in (*rows, *vectors)), *(f"{n}_ptr" for n in outs), "n1", "n2"]
     blocks = "".join(triton_block(block) for block in program.blocks)
-    typed = next((given.name for given in program.inputs if not given.wide), common["first"])  # the model's dtype
+    first = GIVEN.format(common["first"])
+    typed = next((GIVEN.format(given.name) for given in program.inputs if not given.wide), first)  # the model's dtype
     return fill(
         "triton_rows",
         {
             **common,
             "helper_import": f"\nfrom graft.ops.triton_math import {', '.join(helpers)}\n" if helpers else "",
-            "parameters": ", ".join([*pointers, *strides, *sizes, *program.numbers]),
+            "parameters": ", ".join([*pointers, *strides, *sizes, *given_names(program.numbers)]),
             "starts": "".join(
                 f"    r_{name} = {name}_ptr + i0 * {name}_s0 + i1 * {name}_s1 + i2 * {name}_s2\n" for name in rows
             )
             + "".join(f"    r_{o.name} = {o.name}_ptr + row * {size(o.width)}\n" for o in program.outputs),
             "blocks": blocks.rstrip("\n"),
-            "rows": "".join(f"{name}, " for name in rows),
+            "rows": "".join(f"{name}, " for name in given_names(rows)),
             "widest": ", ".join(dict.fromkeys(size(given.width) for given in program.inputs)),
-            "measured": "".join(f"    n_{letter} = {name}.shape[-1]\n" for letter, name in known.items()),
-            "vectors": "".join(f"{name}.contiguous(), " for name in vectors),
+            "measured": "".join(f"    n_{letter} = in_{name}.shape[-1]\n" for letter, name in known.items()),
+            "vectors": "".join(f"{name}.contiguous(), " for name in given_names(vectors)),
             "made": "".join(
-                f"    {o.name} = torch.empty((*lead, {size(o.width)}), device={common['first']}.device,"
+                f"    {o.name} = torch.empty((*lead, {size(o.width)}), device={first}.device,"
                 f" dtype={'torch.float32' if o.wide else typed + '.dtype'})\n"
                 for o in program.outputs
             ),
             "outs": "".join(f"{name}, " for name in outs),
-            "trailing": "".join(f", {name}" for name in (*sizes, *program.numbers)),
+            "trailing": "".join(f", {name}" for name in (*sizes, *given_names(program.numbers))),
             "result": ", ".join(outs),
         },
     )  # fmt: skip
@@ -128,26 +129,28 @@ def native_rows_files(program: RowProgram, common: Mapping[str, str], struct: st
     rows = [given for given in program.inputs if not given.vector]
     vectors = [given.name for given in program.inputs if given.vector]
     outs = [output.name for output in program.outputs]
-    members = [f"View {given.name};" for given in rows] + [f"const float* {name};" for name in vectors]
-    members += [f"float {name};" for name in program.numbers] + ["int64_t rows;"] + [f"View {name};" for name in outs]
+    members = [f"View in_{given.name};" for given in rows] + [f"const float* in_{name};" for name in vectors]
+    members += (
+        [f"float in_{name};" for name in program.numbers] + ["int64_t rows;"] + [f"View {name};" for name in outs]
+    )
     of_head = "a.{0}.at(row, a.{0}.heads == 1 ? 0 : head)"
-    starts = [f"const float* r_{given.name} = {of_head.format(given.name)};" for given in rows]
+    starts = [f"const float* r_{given.name} = {of_head.format(GIVEN.format(given.name))};" for given in rows]
     starts += [f"float* __restrict r_{name} = a.{name}.at(row, head);" for name in outs]
-    starts += [f"const int64_t n_{letter} = a.{name}.size;" for letter, name in letters(program).items()]
+    starts += [f"const int64_t n_{letter} = a.in_{name}.size;" for letter, name in letters(program).items()]
     body = [*starts, *(line for block in program.blocks for line in cpp_block(block))]
     known = letters(program)
     values = {
         **common,
         "struct": f"{struct}Args",
         "members": " ".join(members),
-        "scalars": "".join(f"  const float v_{name} = a.{name};\n" for name in program.numbers),
+        "scalars": "".join(f"  const float v_{name} = a.in_{name};\n" for name in program.numbers),
         "first_out": outs[0],
         "body": "".join(f"      {line}\n" for line in body),
-        "values": "".join(f'    {given.name} = plan.value(given["{given.name}"])\n' for given in rows)
-        + "".join(f'    {name} = plan.vector(given["{name}"])\n' for name in vectors)
-        + "".join(f'    {name} = float(given["{name}"])\n' for name in program.numbers),
-        "widths": "".join(f"    n_{letter} = {name}.layout.size\n" for letter, name in known.items()),
-        "rows": ", ".join(f"({given.name}, {size(given.width)})" for given in rows) + ",",
+        "values": "".join(f'    in_{given.name} = plan.value(given["{given.name}"])\n' for given in rows)
+        + "".join(f'    in_{name} = plan.vector(given["{name}"])\n' for name in vectors)
+        + "".join(f'    in_{name} = float(given["{name}"])\n' for name in program.numbers),
+        "widths": "".join(f"    n_{letter} = in_{name}.layout.size\n" for letter, name in known.items()),
+        "rows": ", ".join(f"(in_{given.name}, {size(given.width)})" for given in rows) + ",",
         "vector_check": "".join(
             f'    if tensor_of(given["{given.name}"]).shape[-1] != {size(given.width)}:\n'
             f'        raise NotLowered("{given.name} is not as wide as the rows")\n'
@@ -158,7 +161,9 @@ def native_rows_files(program: RowProgram, common: Mapping[str, str], struct: st
         "sizes": "".join(f"({output.name}, {size(output.width)}), " for output in program.outputs),
         "made": native_outputs(outs),
         "writes": ", ".join(f'"{name}"' for name in outs) + ",",
-        "fields": ", ".join(f"{n}={n}" for n in (*(g.name for g in rows), *vectors, *program.numbers, *outs)),
+        "fields": ", ".join(
+            f"{n}={n}" for n in (*given_names((*(g.name for g in rows), *vectors, *program.numbers)), *outs)
+        ),
         "bound": outs[0] if len(outs) == 1 else f"({', '.join(outs)})",
         "tensor_import": ", tensor_of" if any(g.vector and g.width != 1 for g in program.inputs) else "",
     }  # fmt: skip
