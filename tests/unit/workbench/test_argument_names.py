@@ -1,4 +1,4 @@
-"""Arguments of a pattern may be called what the files of its op have names for: both kernels are right all the same."""
+"""Arguments of a pattern may be called what the files of its op have names for: both kernels are right then too."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ BODIES = {  # with another argument, and its shape
 }
 # of templates, of the lowering, of kernels in Triton and in C++
 TAKEN = (
-    "weight", "out", "mask", "at", "count", "rows", "given", "value", "size", "layout", "node", "plan", "columns",
-    "depth", "room", "row", "head", "next", "a", "n1", "kernel", "w", "acc", "start", "tile", "known", "packed", "form",
-    "of", "lead", "strides", "grid", "block", "expanded", "sums", "lanes", "result", "first", "last", "team", "sizes",
+    "weight", "out", "mask", "at", "count", "rows", "given", "value", "size", "layout", "node", "plan",
+    "columns", "depth", "room", "row", "head", "next", "a", "n1", "kernel", "w", "acc", "start", "tile",
+    "known", "packed", "form", "of", "lead", "strides", "grid", "block", "expanded", "sums", "lanes",
+    "result", "first", "last", "team", "sizes",
 )  # fmt: skip
 SEEN = [("product", "at"), ("rows", "out"), ("rows", "value"), ("gemm", "weight"), ("gemm", "room")]
 
