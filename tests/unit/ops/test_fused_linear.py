@@ -254,6 +254,17 @@ def test_a_layer_norm_takes_the_mean_off(activation, tokens):
         assert not agrees(lambda call, change=change: run(change(call)), far, torch.float32, 1032)
 
 
+def test_where_there_is_nothing_to_multiply_the_rest_is_there():
+    """No kernel takes it; which it would be is asked all the same."""
+    assert torch.ops.graft.fused_linear(torch.randn(2, 3, 8), torch.randn(0, 8)).shape == (2, 3, 0)
+    bias = torch.randn(5)
+    found = torch.ops.graft.fused_linear(torch.randn(2, 3, 0), torch.randn(5, 0), bias)
+    assert torch.equal(found, bias.expand(2, 3, 5))
+    with mock.patch.object(op, "needs_triton", lambda *_: None):
+        call = SPEC.call(torch.randn(2, 3, 0), torch.randn(5, 0), bias)
+        assert problem_of(SPEC.kernel("gemm"), call) == "there is nothing to multiply"
+
+
 def test_of_float32_more_than_15_bits_are_kept():
     shape = LinearCase(3, 20, 512, weight="int8")
     with mock.patch.object(op, "needs_triton", lambda *_: None):

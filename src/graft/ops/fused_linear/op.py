@@ -58,6 +58,8 @@ def gpu_problem(call: Call) -> str | None:
     if not weight.is_contiguous():
         return "the weight does not lie row by row"
     rows = weight.shape[0] if call.scale is None else call.scale.shape[0]
+    if not x.shape[-1] or not rows:
+        return "there is nothing to multiply"
     problem = vector_problem(rows, call.bias) or vector_problem(x.shape[-1], call.norm, call.norm_bias)
     if problem is not None:
         return problem
@@ -144,7 +146,7 @@ def native_problem(call: Call) -> str | None:
 
 
 def tokens_of(call: Call) -> int:
-    return call.x.numel() // call.x.shape[-1]
+    return call.x.shape[:-1].numel()
 
 
 def measured(call: Call) -> Iterable[Pick]:
@@ -154,8 +156,10 @@ def measured(call: Call) -> Iterable[Pick]:
         return (SCALED,)
     x, weight, norm = call.x, call.weight, call.normed or call.norm is not None
     rows, k = weight.shape[0], x.shape[-1]
+    if not rows or not k:
+        return ()
     gated = call.activation != "none" and call.glu
-    return picks(rows, k, weight.dtype, gated, norm, x.numel() // k, x.device)
+    return picks(rows, k, weight.dtype, gated, norm, x.shape[:-1].numel(), x.device)
 
 
 @cache

@@ -54,7 +54,7 @@ def fused_linear(
 
 def rounds(x: Tensor, fp8_from: int) -> bool:
     """Whether rows of x [..., k] are rounded to float8."""
-    return 0 < fp8_from <= x.numel() // x.shape[-1]
+    return 0 < fp8_from <= x.shape[:-1].numel()
 
 
 def fp8_rows(h: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def scaled_problem(call: Call) -> str | None:
 def scaled_call_problem(call: Call) -> str | None:
     if not rounds(call.x, call.fp8_from):
         return NOT_ROUNDED
-    tokens = call.x.numel() // call.x.shape[-1]
+    tokens = call.x.shape[:-1].numel()
     return f"{tokens} tokens: as two layers they are quicker up to {FEW}" if tokens <= FEW else None
 
 
