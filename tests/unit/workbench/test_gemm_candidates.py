@@ -4,6 +4,7 @@ graft autofuse writes and decides for them."""
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,45 @@ def test_it_goes_ahead_of_what_was_kept(found, tmp_path):
     written, path, _ = writer.trial(place)
     assert path == "triton_fallback_path" and {"native.h", "triton.py"} <= {file.name for file in written.files}
     assert "before: [fuse_kept_before, schedule_streams]" in (place.source / "graft.yaml").read_text()
+
+
+TRIAL = """
+import sys
+from pathlib import Path
+
+from graft.base.errors import BrokenPlugin
+from graft.base.plugins import adopt
+from graft.passes.config import load_config
+from graft.workbench.autofuse import trial
+
+order = trial.TrialOrder.read(Path(sys.argv[1]))
+trial.check_kernels = lambda *_: None
+trial.run_tests = lambda *_: (adopt(Path(order.packages[-1]).name), load_config())  # as each of them does
+try:
+    trial.check_alone(order, trial.Findings(Path(sys.argv[1] + ".found")))
+    print("through")
+except BrokenPlugin as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("packages", "said"), [(2, "through"), (1, "unknown transform 'fuse_")])
+def test_what_was_kept_is_there_when_a_wider_candidate_is_tried(packages, said, found, tmp_path):
+    """By its name the other's place in the pipeline is told; without it the package cannot be used."""
+    wider = next(one for one in found if one.over and one.recommendation != "defer")
+    before = CandidateWriter(next(one for one in found if one.id == wider.over), "model", own=True)
+    writer = CandidateWriter(wider, "model", own=True, ahead_of=(before.name,))
+    places = [Destination.in_package(tmp_path / name) for name in ("kept-before", "wider-files")]
+    for one, place in zip((before, writer), places, strict=True):
+        one.trial(place)
+    order = TrialOrder(
+        "tiny-llama", writer.name, "", {}, tuple(str(place.source) for place in places[-packages:]), "tests",
+        "note.md", "cpu", "eager", "float32", None, (), (), 16, 2, 3, False,
+    )  # fmt: skip
+    (tmp_path / "order.json").write_text(order.text())
+    paths = [*(str(place.source.parent) for place in places), str(SOURCE)]
+    done = run_python("-c", TRIAL, str(tmp_path / "order.json"), env={"PYTHONPATH": os.pathsep.join(paths)})
+    assert done.returncode == 0 and said in done.stdout, done.stderr
 
 
 def test_sites_that_were_taken_are_no_fault(monkeypatch, tmp_path):

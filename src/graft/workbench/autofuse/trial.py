@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from graft.base.errors import GraftError, NothingNative
 from graft.base.files import write_whole
+from graft.base.plugins import load_named
 
 if TYPE_CHECKING:
     from graft.engine.llm import LLM
@@ -113,6 +114,8 @@ def try_out(order: TrialOrder, findings: Findings) -> None:
 def check_alone(order: TrialOrder, findings: Findings) -> None:
     """What needs no model, what is cheap first."""
     findings.begin("kernels")
+    for name in plugin_names(order)[:-1]:  # its place in the pipeline is ahead of theirs
+        load_named(name)
     importlib.import_module(f"{Path(order.packages[-1]).name}.{order.transform}")  # registers the op
     check_kernels(order, findings)
     findings.begin("tests")
