@@ -282,11 +282,12 @@ def test_of_float32_more_than_15_bits_are_kept():
 def test_weights_are_widened_to_what_they_stand_for(kind, k, dtype):
     """Rows and columns that fill no block, each with the scale of its row or group, rounded once."""
     call = kernels.LinearCall(*arguments(LinearCase(1, 21, k, weight=kind), torch.float32))
-    found = dequantize_triton(call.weight, call.scale, kind, k, dtype)
+    words = kernels.words_of(call.weight)
+    found = dequantize_triton(words, call.scale, kind, k, dtype)
     expected = dequantize(call.weight, call.scale, k, torch.float32).to(dtype)
     step = 2**-7 if dtype is torch.bfloat16 else 0  # Triton's interpreter cuts off
     assert found.shape == (21, k) and torch.allclose(found.double(), expected.double(), rtol=step, atol=0)
-    wrong = dequantize_triton(call.weight, call.scale.flip(0), kind, k, dtype)
+    wrong = dequantize_triton(words, call.scale.flip(0), kind, k, dtype)
     assert not torch.allclose(wrong.double(), expected.double(), rtol=step, atol=0)
 
 

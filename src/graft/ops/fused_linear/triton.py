@@ -273,7 +273,7 @@ def library(call: LinearCall) -> Tensor:
     call = without_norm(call) if call.divided else call
     weight = call.weight
     if call.scale is not None:
-        weight = dequantize_triton(weight, call.scale, call.kind, call.x.shape[1], call.x.dtype)
+        weight = dequantize_triton(words_of(weight), call.scale, call.kind, call.x.shape[1], call.x.dtype)
     if call.residual is not None and call.bias is None and call.activation == "none":
         return torch.addmm(call.residual, call.x, weight.t(), alpha=call.alpha)
     y = F.linear(call.x, weight, call.bias)
