@@ -39,7 +39,7 @@ PART_FAULTS = [
         "ops/cached_attention/triton.py",
         "short = min(room, EVEN_CONTEXT)",
         "short = room",
-        "unit/ops/test_cached_attention.py::test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_request",
+        "unit/ops/test_attention_programs.py::test_every_kernel_that_takes_sequences_beside_prompts_runs_before_the_first_request",
     ),
     fault(
         "weights/lazy.py",
