@@ -14,6 +14,7 @@ from typer.main import get_command
 from graft.base.errors import GraftError, UsageError
 from graft.cli.app import app
 from graft.cli.generate.serve_sources import layered, named
+from graft.engine.options import EngineOptions
 from graft.serve.options import ModelOptions, ServeOptions, options_from
 from graft.serve.run import tls
 from serve_cases import PATIENCE, http_client, serving
@@ -45,6 +46,12 @@ def test_the_nearer_source_wins(folder, sources):
     found = read(*arguments, **({"max_num_seqs": "2"} if "environment" in sources else {}))
     order = {"command": 1, "environment": 2, "file": 3}
     assert found.load.engine["max_num_seqs"] == min((order[one] for one in sources), default=None)
+
+
+def test_a_server_bounds_the_prompts_beside_sequences_that_decode(folder):
+    assert read().load.engine["max_mixed_prefill_tokens"] == 2048
+    assert EngineOptions().max_mixed_prefill_tokens is None  # all prompts of a list at once are served faster so
+    assert read("--max-mixed-prefill-tokens", 512).load.engine["max_mixed_prefill_tokens"] == 512
 
 
 def test_every_kind_of_value_from_a_file(folder):

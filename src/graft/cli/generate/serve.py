@@ -41,9 +41,11 @@ MaxNumSeqs = Annotated[
     typer.Option(help="Requests that run at once. [256; on a GPU what the cache has room for, up to 1024]"),
 ]
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens of one step; longer prompts are fed in chunks.")]
+# 8B on an H200, 1000/1000 at 21 requests a second for ten minutes: p99 between tokens 1.4 times p50, where bunches of
+# 8,192 tokens of prompts made it four; a wave of requests that all came at once takes 4 to 8 % longer
+MIXED_PREFILL = 2048
 MaxMixedPrefill = Annotated[
-    int | None,
-    typer.Option(help="Tokens of prompts in a step in which others decode. [as many as a step has room for]"),
+    int, typer.Option(help="Tokens of prompts in a step in which others decode, which wait for them.")
 ]
 MaxQueued = Annotated[int, typer.Option(help="Answers that may wait beside those that run; more are a 429.")]
 MaxWait = Annotated[
@@ -110,7 +112,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
-    max_mixed_prefill_tokens: MaxMixedPrefill = None,
+    max_mixed_prefill_tokens: MaxMixedPrefill = MIXED_PREFILL,
     max_queued_requests: MaxQueued = 1024,
     max_queue_time: MaxWait = 0.0,
     scheduling_policy: Policy = "fcfs",
