@@ -21,17 +21,16 @@ values, in what is left in its inputs, and in whose memory results are. An entry
 `python tests/op_parity.py` runs it, `python tests/op_parity_page.py` makes this page; rows that it has no results for
 stay as they are. `graft` is `torch.compile(backend="graft")`. On a CPU, `cuda_graph` makes direct calls in place of
 replays. Rows of one torch and dtype with fewer entries are samples, as compiling takes seconds on those routes;
-those of torch 2.13 on `inductor` and `graft` had its C++ compiled at -O0. `graft` has not been run on a GPU.
+those of torch 2.13 on `inductor` and `graft` had its C++ compiled at -O0.
 In rows of torch 2.11, entries are missing that came behind a failed capture in the same process (torch does not undo
-one) or ran out of time, and those whose outcome has been changed since (`unsafe_split`, `unsafe_chunk`, some of
-`fft`, two attention kernels).
+one), found another process's memory or ran out of time, and those whose outcome has been changed since
+(`unsafe_split`, `unsafe_chunk`, some of `fft`, two attention kernels).
 
 - `same`: as in eager, or in 16 bits as near to float64 as eager is (three times its error at most). `told`: the
   report names the difference (random numbers of Inductor's, memory that nobody wrote). `refused`: an error of
   graft's, with its reason.
 - `raw`: an error that is not graft's. `wrong`: other values, and no word. `crash`: the process ended. These three are
-  defects. Known: on a GPU four operators in bfloat16 differ by more than assert_close allows, and were not compared
-  with float64 there.
+  defects.
 """
 KINDS = ("same", "told", "refused", *DEFECTS)
 PAGE = Path(__file__).parents[1] / "docs" / "op_parity.md"

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from graft.base.errors import CaptureRefused
 from graft.ir.effects import mutated_roots
 from graft.ir.nodes import OpOverload, is_op, leaves, tensor_val, val, where
+from graft.memory.uninitialised import seed_results
 
 aten = torch.ops.aten
 READS_BACK = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -32,8 +33,6 @@ TAKES_HOST = (
     aten.fill.Tensor,
     aten.fill_.Tensor,
 )
-# Results by their names in schemas: which random numbers were drawn, within a capture in other tensors than outside.
-SEEDS = ("rng_state", "philox_seed", "philox_offset")
 INSTEAD = "use backend='eager' or 'inductor' for it"
 
 
@@ -85,9 +84,7 @@ def refuse_call(node: Node) -> None:
 
 
 def gives_seed(node: Node) -> bool:
-    if not isinstance(node.target, OpOverload):
-        return False
-    seeds = {place for place, result in enumerate(node.target._schema.returns) if result.name in SEEDS}
+    seeds = seed_results(node)
     return any(reader.target is getitem and reader.args[1] in seeds and reader.users for reader in node.users)
 
 

@@ -29,7 +29,7 @@ from graft.ir.program.results import keep_results_apart, result_objects
 from graft.ir.storage import storage_id
 from graft.ir.trace import canonicalize_inside, fill_values, quiet
 from graft.memory.regions import same_layout
-from graft.memory.uninitialised import EMPTY
+from graft.memory.uninitialised import EMPTY, SEEDS
 
 aten = torch.ops.aten
 ENTER_AUTOCAST, EXIT_AUTOCAST = (getattr(torch.amp.autocast_mode, n) for n in ("_enter_autocast", "_exit_autocast"))
@@ -95,7 +95,7 @@ def unlike_eager_by_name(graph: Graph) -> list[str]:
     calls = [(node, call_name(node)) for node in graph.nodes if node.op in ("call_function", "call_method")]
     if not torch._inductor.config.fallback_random and any(samples(name) for _, name in calls):
         notes.append(OTHER_NUMBERS)
-    made = [f"%{node.name}" for node, name in calls if f"aten::{name}" in EMPTY]
+    made = [f"%{node.name}" for node, name in calls if f"aten::{name}" in EMPTY or may_give_seed(name)]
     if made:
         notes.append(f"uninitialised memory: {', '.join(made)}; where its values go is not followed in this graph")
     return notes
@@ -107,9 +107,17 @@ def call_name(node: Node) -> str:
 
 def samples(name: str) -> bool:
     """Whether the operator of that name draws random numbers in one of its forms."""
+    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms(name))
+
+
+def may_give_seed(name: str) -> bool:
+    """Whether results of it are the state of its random numbers, which it writes only where it samples some."""
+    return any(result.name in SEEDS for form in forms(name) for result in form._schema.returns)
+
+
+def forms(name: str) -> list[Any]:
     packet = getattr(aten, name, None) if name else None
-    forms = [getattr(packet, form) for form in packet.overloads()] if hasattr(packet, "overloads") else []
-    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
+    return [getattr(packet, form) for form in packet.overloads()] if hasattr(packet, "overloads") else []
 
 
 def fake_mode_of(sources: Sequence[Node]) -> Any:

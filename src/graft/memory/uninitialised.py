@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -18,7 +19,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from graft.ir.branches import is_control_flow
 from graft.ir.edit import attribute
 from graft.ir.effects import alias_sources, is_mutating, mutated_args, storage_root
-from graft.ir.nodes import OpOverload, is_op, leaves, outlives_call, output_node, same_sizes, tensor_val, where
+from graft.ir.nodes import (
+    OpOverload,
+    is_op,
+    leaves,
+    options_of,
+    outlives_call,
+    output_node,
+    same_sizes,
+    schema_of,
+    tensor_val,
+    where,
+)
 
 aten = torch.ops.aten
 EMPTY = frozenset(
@@ -35,6 +47,7 @@ WRITES_ALL = frozenset(
 ) | {"aten::_foreach_copy_", "aten::_foreach_zero_"}
 # write parts of it, at positions of which the graph knows nothing
 WRITES_SOME = frozenset(f"aten::{n}_" for n in ("index_put", "index_copy", "index_fill", "scatter", "masked_fill"))
+SEEDS = ("rng_state", "philox_seed", "philox_offset")  # results of attention: what its random numbers begin with
 MOST_ELEMENTS = 1 << 22  # of a mask; larger memory counts as written only where a write is of all of it
 
 
@@ -83,7 +96,7 @@ def uninitialised_notes(gm: GraphModule) -> tuple[str, ...]:
 
 def follow(gm: GraphModule) -> tuple[list[str], dict[int, Allocation]]:
     """What is written into state, and which results hold such memory."""
-    made = {node: allocation(node) for node in gm.graph.nodes if name_of(node) in EMPTY}
+    made = {node: allocation(node) for node in gm.graph.nodes if name_of(node) in EMPTY or unwritten_seed(node)}
     memories = {node: memory for node, memory in made.items() if memory is not None}
     tainted: dict[Node, Allocation] = {}  # values that were computed from such memory
     notes: list[str] = []
@@ -119,6 +132,18 @@ def made_inside(gm: GraphModule, node: Node) -> Iterator[Allocation]:
             inner = attribute(gm, str(argument.target)) if argument.op == "get_attr" else None
             if isinstance(inner, GraphModule):
                 yield from follow(inner)[1].values()
+
+
+def unwritten_seed(node: Node) -> bool:
+    """Whether it is the state of random numbers of an attention that has sampled none."""
+    call = node.args[0] if is_op(node, getitem) else None
+    return isinstance(call, Node) and node.args[1] in seed_results(call) and options_of(call).get("dropout_p") == 0
+
+
+def seed_results(call: Node) -> set[int]:
+    """Of a call, which results are the state of its random numbers."""
+    schema = schema_of(call)
+    return set() if schema is None else {i for i, result in enumerate(schema.returns) if result.name in SEEDS}
 
 
 def resized(node: Node, memories: dict[Node, Allocation]) -> Allocation | None:

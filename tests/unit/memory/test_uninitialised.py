@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import getitem
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,10 @@ from torch import nn
 from torch.export import Dim
 
 import graft
+from graft.memory.uninitialised import uninitialised_notes
 from marks import examples
+
+aten = torch.ops.aten
 
 
 def notes(program, *args, **options):
@@ -136,3 +141,18 @@ def test_lists_that_are_written_at_once():
 def test_each_note_says_what_it_is_about_once():
     (note,) = (n for n in graft.compile(Keeps(), (torch.ones(3),)).report.notes if n.startswith("uninitialised"))
     assert note.count("uninitialised memory") == 1
+
+
+@pytest.mark.parametrize(("dropout_p", "unwritten"), [(0.0, [2, 3]), (0.5, [])])
+def test_the_state_of_random_numbers_that_nobody_sampled(dropout_p, unwritten):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(
+        aten._efficient_attention_forward.default, (x, x, x, None, None, None, 4, 4, dropout_p, 0)
+    )
+    results = [graph.call_function(getitem, (call, index)) for index in range(4)]
+    graph.output(results)
+    for node in (x, *results):
+        node.meta["val"] = torch.empty(2)
+    found = uninitialised_notes(torch.fx.GraphModule(nn.Module(), graph))
+    assert [note.partition(" holds")[0] for note in found] == [f"uninitialised memory: result {i}" for i in unwritten]
