@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import torch
 
 from graft.base.errors import UsageError
 from graft.capture.containers import CallContainers
-from graft.capture.dynamic import conform, structure
+from graft.capture.dynamic import conform, key_orders, structure
 from graft.ir.io.literals import decode_literal, encode_literal
+from graft.ir.program.signature import Leaf
 
+KeyOrders = tuple[tuple[str, tuple[Any, ...]], ...]  # of each dict among the arguments: its name and its keys
 NO_CONTAINERS: Mapping[str, Any] = {"args": (), "kwargs": {}}  # of modules that were saved before there were any
 MOST_KINDS = 1024  # combinations of kinds of inputs that are remembered
 PLAIN = (type(None), bool, int, float, str)
@@ -37,6 +41,36 @@ def calls_of(calls: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
             f" compiled.warm([(x,)]); it was given {'a call that is ' * listed}a {type(wrong).__name__}"
         )
     return [((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {}) for call in calls]
+
+
+def example(leaf: Leaf | None, value: Any) -> Any:
+    """A tensor of such sizes, where the input is one tensor."""
+    sizes = isinstance(value, (tuple, list)) and all(type(size) is int for size in value)
+    if leaf is None or leaf.dtype is None or not sizes:
+        return value
+    return torch.zeros(value, dtype=getattr(torch, leaf.dtype.removeprefix("torch.")), device=leaf.device)
+
+
+def order_text(given: KeyOrders, known: KeyOrders) -> str:
+    """What is against a graph that was captured for keys in the order `known`."""
+    name, keys = next((one for one, other in zip(given, known, strict=False) if one != other), given[0])
+    where = name if name.startswith("the ") else f"the keys of {name}"
+    return f"{where} are in another order: {', '.join(map(repr, keys))}"
+
+
+def has_dict(nesting: Any) -> bool:
+    if nesting is None:
+        return False
+    ((kind, parts),) = nesting.items()
+    return kind == "dict" or any(map(has_dict, parts))
+
+
+def orders_data(orders: KeyOrders) -> list[Any]:
+    return [[name, [encode_literal(key) for key in keys]] for name, keys in orders]
+
+
+def orders_from_data(data: Sequence[Any]) -> KeyOrders:
+    return tuple((name, tuple(decode_literal(key) for key in keys)) for name, keys in data)
 
 
 def nesting_data(nesting: Any) -> Any:
@@ -69,6 +103,8 @@ class CallForm:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     nesting: tuple[Any, ...] = ()  # of each argument; None for one value
     containers: CallContainers = field(default_factory=CallContainers)  # objects among the arguments
+    extra: tuple[str, ...] = ()  # of the keywords those that `**kwargs` takes
+    by_key: bool = False  # the order of keys is of no matter: a graph was captured before
 
     @staticmethod
     def of(
@@ -76,6 +112,8 @@ class CallForm:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         containers: CallContainers | None = None,
+        *,
+        by_key: bool = False,
     ) -> CallForm:
         """`args` and `kwargs` hold plain containers, into which `containers` are taken apart."""
         known = inspect.signature(module.forward).parameters.values()
@@ -83,7 +121,10 @@ class CallForm:
         parameters = tuple(p.name for p in known if p.kind in ordered)
         defaults = {p.name: p.default for p in known if isinstance(p.default, PLAIN)}
         nesting = tuple(structure(value) for value in (*args, *kwargs.values()))
-        return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting, containers or CallContainers())
+        named = {p.name for p in known if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        extra = () if by_key else tuple(name for name in kwargs if name not in named)
+        objects = containers or CallContainers()
+        return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting, objects, extra, by_key)
 
     def takes(self, name: str) -> bool:
         """Whether the program has an argument of this name."""
@@ -97,14 +138,43 @@ class CallForm:
             args, kwargs = self.containers.take_apart(args, kwargs)
         values = (*args, *kwargs.values())
         if any(self.nesting) or any(isinstance(value, (list, tuple, dict)) for value in values):
-            names = (
-                *self.parameters[: len(args)],
-                *(f"{i}" for i in range(len(self.parameters), len(args))),
-                *kwargs,
-            )
-            fitted = [conform(*entry) for entry in zip(values, self.nesting, names, strict=True)]
+            nesting = (*self.nesting[: len(args)], *(self.nesting[len(args) + i] for i in self.places(kwargs)))
+            entries = zip(values, nesting, self.names(args, kwargs), strict=True)
+            fitted = [conform(*entry, by_key=self.by_key) for entry in entries]
             return tuple(fitted[: len(args)]), dict(zip(kwargs, fitted[len(args) :], strict=True))
         return args, kwargs
+
+    def examples(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Leaf]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with a tensor in place of sizes that stand for one."""
+        tensors = {leaf.name: leaf for leaf in leaves if leaf.is_tensor}
+        pairs = [(tensors.get(name), value) for name, value in zip(self.names(args, {}), args, strict=True)]
+        return tuple(starmap(example, pairs)), {
+            name: example(tensors.get(name), value) for name, value in kwargs.items()
+        }
+
+    def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Of the arguments, in this form."""
+        first, unnamed = self.parameters[: len(args)], range(len(self.parameters), len(args))
+        return (*first, *map(str, unnamed), *kwargs)
+
+    def places(self, kwargs: Mapping[str, Any]) -> Iterator[int]:
+        """Where the keywords of a call stand among those of the form."""
+        return map(self.keywords.index, kwargs)
+
+    @cached_property
+    def ordered(self) -> bool:
+        """Whether a program could see in which order keys were given."""
+        return not self.by_key and (len(self.extra) > 1 or any(map(has_dict, self.nesting)))
+
+    def key_orders(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KeyOrders:
+        """Of arguments in this form, in which order each dict has its keys; nothing where there are none."""
+        if not self.ordered:
+            return ()
+        own = (("the keyword arguments", tuple(name for name in kwargs if name in self.extra)),)
+        pairs = zip((*args, *kwargs.values()), self.names(args, kwargs), strict=True)
+        return (*own[: len(self.extra) > 1], *(found for pair in pairs for found in key_orders(*pair)))
 
     def rearranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         first = self.parameters[: self.positional]
@@ -127,7 +197,8 @@ class CallForm:
                 f" called with {len(args)} and {list(kwargs)}"
             )
         placed = tuple(given[name] for name in first) if first or not self.positional else args
-        return placed, {name: given[name] for name in self.keywords}
+        named = [name for name in self.keywords if name not in self.extra]
+        return placed, {name: given[name] for name in (*named, *(n for n in given if n in self.extra))}
 
     def is_default(self, name: str, value: Any) -> bool:
         return name in self.defaults and type(value) is type(self.defaults[name]) and value == self.defaults[name]
@@ -138,7 +209,8 @@ class CallForm:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> CallForm:
-        lists = {name: tuple(data[name]) for name in ("keywords", "parameters")}
+        lists: dict[str, Any] = {name: tuple(data.get(name, ())) for name in ("keywords", "parameters", "extra")}
+        lists["by_key"] = data.get("by_key", True)  # so it was when modules were saved without
         lists["nesting"] = tuple(map(nesting_from_data, data["nesting"]))
         containers = CallContainers.from_data(data.get("containers", NO_CONTAINERS))
         return CallForm(data["positional"], defaults=data["defaults"], containers=containers, **lists)

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from graft.api.call_form import CallForm
 from graft.api.compiled import CompiledModule
-from graft.api.gradients import refuse_inputs
+from graft.api.gradients import refuse_inputs, untrained
 from graft.api.module_check import ModuleCheck
 from graft.api.options import settings_of
 from graft.api.program import capture_program
@@ -27,7 +27,7 @@ from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
 from graft.capture.static_cache import find_caches, initialize, pack
-from graft.capture.unsupported import refuse_nested, refuse_scripts
+from graft.capture.unsupported import refuse_deques, refuse_nested, refuse_scripts
 from graft.ir.nodes import placeholders
 from graft.ir.trace import taken_apart, use_level
 from graft.memory.initial import initial_values, written_buffers
@@ -62,6 +62,7 @@ def compile_module(
     args, kwargs, containers = take_call_apart(args, in_order(module, kwargs))
     values, names = flat(args, kwargs), input_names(module, args, kwargs)
     refuse_nested(module, values, names)
+    refuse_deques(values, names)
     refuse_autocast(devices_of(module, values))
     parts = ModeParts(module)
     if settings.grad == "refuse" and torch.is_grad_enabled():
@@ -76,9 +77,10 @@ def compile_module(
         )
     variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
     form = CallForm.of(module, *packed, containers)
-    variant = replace(variant, modes=parts.now())
+    variant = replace(variant, modes=parts.now(), orders=form.key_orders(*packed))
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
     compiled._parts, compiled.training = parts, module.training
+    compiled.untrained += untrained(module)
     # a cuda_graph looks up its state itself, and is captured again for another
     compiled._sources = ModuleCheck(module, "code" if variant.backend == "cuda_graph" else "all")
     compiled._sources.watch_memory(module, [variant.graph_module])

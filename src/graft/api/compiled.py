@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graft.api.call_form import MOST_KINDS, CallForm, calls_of, kind
+from graft.api.call_form import MOST_KINDS, CallForm, KeyOrders, calls_of, kind, order_text
 from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.api.functionalization import joined_record
-from graft.api.gradients import detached_views, refuse_inputs, requiring, run_honoured
+from graft.api.gradients import detached_views, late_note, refuse_inputs, requiring, run_honoured, untrained
 from graft.api.module_check import ModuleCheck
 from graft.api.preallocated import run_into
 from graft.api.restart import Restart
@@ -67,6 +67,8 @@ class CompiledModule(torch.nn.Module):
         self.carrying: dict[tuple[Any, ...], list[bool]] = {}  # kinds of inputs → which results carry gradients
         self.frozen = settings.frozen
         self.restart: Restart | None = None  # which input begins state anew
+        self.untrained = untrained(self.graph_module)
+        self._warming = False
         self._parts: ModeParts | None = None  # modules whose modes decide what a graph computes
         self._devices: tuple[str, ...] | None = None  # kinds of devices, once they are known
 
@@ -197,7 +199,7 @@ class CompiledModule(torch.nn.Module):
             raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
         if self.restart is not None:
             raise UsageError("a module compiled with restart is not traced again: a graph cannot reset itself")
-        found = self.fitting(values)
+        found = self.fitting(values, self.form.key_orders(args, kwargs))
         if isinstance(found, GuardFailed):
             raise UsageError(f"{found}; call the compiled module with such sizes before it is traced")
         if isinstance(found, UsageError):
@@ -208,12 +210,14 @@ class CompiledModule(torch.nn.Module):
         names = self.variants[0].names
         if self.settings.grad == "refuse":
             refuse_inputs(values, names)
-        for name in requiring(values, names):
-            note = f"gradients of the input {name} are dropped, as asked"
-            if note not in self.report.notes:
-                self.variants[0] = replace(
-                    self.variants[0], report=replace(self.report, notes=(*self.report.notes, note))
-                )
+        notes = [f"gradients of the input {name} are dropped, as asked" for name in requiring(values, names)]
+        if late := [name for name, tensor in self.untrained if tensor.requires_grad]:
+            self.untrained = [(name, tensor) for name, tensor in self.untrained if not tensor.requires_grad]
+            notes.append(late_note(self.settings.grad, [*dict.fromkeys(late)]))
+        if new := [note for note in notes if note not in self.report.notes]:
+            self.variants[0] = replace(
+                self.variants[0], report=replace(self.report, notes=(*self.report.notes, *new))
+            )
 
     def prepare(self, caches: list[Any]) -> list[Any]:
         """Allocates caches that have no tensors yet; the layers that got some."""
@@ -224,23 +228,24 @@ class CompiledModule(torch.nn.Module):
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
-        kinds = (self.modes(), *map(kind, values))
+        orders = self.form.key_orders(args, kwargs)
+        kinds = (self.modes(), orders, *map(kind, values))
         known = self._known.get(kinds)
         if known is None:
             if len(self._known) >= MOST_KINDS:
                 self._known.clear()
-            known = self._known[kinds] = self.find(args, kwargs, values)
+            known = self._known[kinds] = self.find(args, kwargs, values, orders)
         return known
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
-        found = self.fitting(values)
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any], orders: KeyOrders) -> Variant:
+        found = self.fitting(values, orders)
         if isinstance(found, GuardFailed):
             return self.capture(args, kwargs, found)
         if isinstance(found, UsageError):
             raise found
         return found
 
-    def fitting(self, values: list[Any]) -> Variant | UsageError:
+    def fitting(self, values: list[Any], orders: KeyOrders) -> Variant | UsageError:
         """The variant that was captured for such inputs, or what is against the first one."""
         problems: list[UsageError] = []
         modes, others = self.modes(), []
@@ -248,6 +253,9 @@ class CompiledModule(torch.nn.Module):
             if len(values) != len(variant.signature.leaves):
                 return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
             same = variant.modes is None or variant.modes == modes
+            if variant.orders != orders:
+                others.append(GuardFailed(order_text(orders, variant.orders)))
+                continue
             try:
                 variant.signature.check(values)
             except UsageError as error:
@@ -277,7 +285,7 @@ class CompiledModule(torch.nn.Module):
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
         if self._source is None:
             raise UsageError(
-                f"{why}; a loaded module or an exported program cannot be captured again. Call it with such sizes"
+                f"{why}; a loaded module or an exported program cannot be captured again. Call it so"
                 " before saving, or compile the module"
             )
         if self.frozen:
@@ -303,7 +311,8 @@ class CompiledModule(torch.nn.Module):
         except CaptureError as error:
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
         variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
-        variant = replace(variant, made_by=str(why), modes=self.modes())
+        orders = self.form.key_orders(args, kwargs)
+        variant = replace(variant, made_by=str(why), modes=self.modes(), orders=orders)
         self.variants.append(variant)
         if self._sources is not None:
             self._sources.watch_memory(module, [known.graph_module for known in self.variants])
@@ -314,7 +323,7 @@ class CompiledModule(torch.nn.Module):
     def joined_report(self, variant: Variant, why: GuardFailed) -> Report:
         """The report with what the latest variant adds to it."""
         first, number = self.report, len(self.variants)
-        note = f"variant {number} was captured when it was called: {why}"
+        note = f"variant {number} was captured when it was {'warmed' if self._warming else 'called'}: {why}"
         log.info(note)
         others = [f"variant {number}: {text}" for text in variant.report.notes if text not in first.notes]
         known = {(record.input, record.kind, record.how) for record in first.state}
@@ -327,18 +336,19 @@ class CompiledModule(torch.nn.Module):
 
     @torch.no_grad()
     def warm(self, calls: Sequence[tuple[Any, ...] | Mapping[str, Any]]) -> None:
-        """Captures what these calls need, each a tuple of arguments or a dict of keyword arguments; runs none."""
+        """Captures what these calls need, each a tuple of arguments or a dict of keyword arguments; runs none. The
+        sizes of a tensor, as a tuple or a torch.Size, stand for one."""
         if self.cache_count:
             raise UsageError(
                 "a module compiled with a StaticCache is warmed by calling it: caches set their own sizes"
             )
-        frozen, self.frozen = self.frozen, False
+        frozen, self.frozen, self._warming = self.frozen, False, True
         try:
             for args, kwargs in calls_of(calls):
-                args, kwargs = self.form.apply(args, kwargs)
+                args, kwargs = self.form.apply(*self.form.examples(args, kwargs, self.variants[0].signature.leaves))
                 self.choose(args, kwargs, flat(args, kwargs))
         finally:
-            self.frozen = frozen
+            self.frozen, self._warming = frozen, False
 
     @torch.no_grad()
     def reset(self) -> None:

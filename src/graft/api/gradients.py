@@ -67,6 +67,12 @@ def trainable(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state_of(module).items() if tensor.requires_grad}
 
 
+def untrained(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers that require no gradients, and could."""
+    state = state_of(module).items()
+    return [(name, tensor) for name, tensor in state if not tensor.requires_grad and tensor.is_floating_point()]
+
+
 def listed(names: Sequence[str]) -> str:
     rest = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
@@ -81,11 +87,21 @@ def gradient_notes(grad: str, names: Sequence[str], lines: Sequence[str] = ()) -
             return (again,)
         apart = f"gradients: those that forward asks for with requires_grad ({listed(lines)}) are that run's own"
         return again, f"{apart}; results carry some where an input or a parameter requires them"
-    asked = "as asked" if grad == "drop" else "grad='honour' gives them"
+    asked = without(grad)
     verb = "requires" if len(names) == 1 else "require"
     whose = [f"{listed(names)} {verb} them"] * bool(names)
     whose += [f"forward asks for them with requires_grad ({listed(lines)})"] * bool(lines)
     return tuple(f"gradients: results carry none, though {one}; {asked}" for one in whose)
+
+
+def late_note(grad: str, names: Sequence[str]) -> str:
+    """For the report: somebody began to train state that nobody did when the module was compiled."""
+    verb = "requires" if len(names) == 1 else "require"
+    return f"gradients: results carry none, though {listed(names)} {verb} them since it was compiled; {without(grad)}"
+
+
+def without(grad: str) -> str:
+    return "as asked" if grad == "drop" else "grad='honour' gives them"
 
 
 def requiring(values: Sequence[Any], names: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from graft.api.artifact import Artifact, SavedGraph, read_artifact
-from graft.api.call_form import CallForm
+from graft.api.call_form import CallForm, orders_from_data
 from graft.api.compiled import CompiledModule
 from graft.api.restart import Restart
 from graft.api.variant import Variant, VariantSettings, lower_variant
@@ -62,7 +62,8 @@ def load_graph(saved: SavedGraph, settings: VariantSettings, notes: tuple[str, .
     every = tuple(dict.fromkeys((*before.notes, *variant.report.notes, *notes, *moved)))
     results = Container.from_data(saved.extra.get("results"))
     made_by, modes = saved.extra.get("made_by", "compile"), saved.extra.get("modes")
-    variant = replace(variant, modes=None if modes is None else tuple(modes))
+    orders = orders_from_data(saved.extra.get("orders", ()))
+    variant = replace(variant, modes=None if modes is None else tuple(modes), orders=orders)
     return replace(variant, report=replace(variant.report, notes=every), results=results, made_by=made_by)
 
 

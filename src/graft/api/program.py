@@ -39,7 +39,7 @@ def capture_program(
     if spec is None or spec.num_leaves != len(values):
         raise CaptureError("the program's inputs are nested in a way that it does not say; export it again")
     own_args, own_kwargs = pytree.tree_unflatten(values, spec)
-    form = CallForm.of(module, own_args, own_kwargs)
+    form = CallForm.of(module, own_args, own_kwargs, by_key=True)
     signature = read_signature(gm, values, input_names(module, own_args, own_kwargs))
     ranges = {
         str(symbol): (finite(limits.lower) or 0, finite(limits.upper))

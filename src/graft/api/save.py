@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graft.api.artifact import Artifact, SavedGraph, write_artifact
-from graft.api.call_form import PLAIN
+from graft.api.call_form import PLAIN, orders_data
 from graft.api.variant import Variant
 from graft.base.errors import ArtifactError, DumpError
 from graft.passes.library.fix_functionalization import NAME as FIX
@@ -54,4 +54,5 @@ def saved_graph(variant: Variant) -> SavedGraph:
     returned = None if variant.returned is None else [list(position) for position in variant.returned]
     extra = {"returned": returned, "results": variant.results and variant.results.to_data()}
     extra |= {"made_by": variant.made_by, "modes": variant.modes and list(variant.modes)}
+    extra["orders"] = orders_data(variant.orders)
     return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report_now.to_json(), extra)

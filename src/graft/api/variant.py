@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graft.api.call_form import KeyOrders
 from graft.api.checks import MemoryCheck
 from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies, refuse_gradients
 from graft.api.functionalization import OFF, FixRecorder
@@ -77,6 +78,7 @@ class Variant:
     donated: tuple[str, ...] = ()  # inputs that the graph writes although the program does not
     state: Callable[[], None] = field(default=lambda: None, compare=False)  # raises where a tensor was replaced
     modes: Modes | None = None  # of the modules that ask for theirs, when it was captured; None: not known
+    orders: KeyOrders = ()  # of the keys of dicts among its inputs
     later: Callable[[], tuple[str, ...]] = tuple  # notes on what happened since it was lowered
     filled: dict[Any, Any] = field(default_factory=dict, compare=False)  # graphs that fill `out=`, once asked for
 

@@ -20,6 +20,7 @@ from graft.backends.capture import DIRECT, cuda_capturer
 from graft.backends.eager import bind_kernels
 from graft.backends.keys import Arguments, ModuleTensors
 from graft.backends.lowered import Lowered
+from graft.backends.nvtx import NOTE, ranges_on
 from graft.backends.replay import Replays
 from graft.ir.effects import mutated_roots
 from graft.ir.nodes import leaves, output_node, placeholders
@@ -91,4 +92,6 @@ def notes(arguments: Arguments, reuse_outputs: bool) -> tuple[str, ...]:
         lines.append("cuda_graph: the next replay overwrites the outputs (reuse_outputs)")
     if arguments.device.type == "cpu":
         lines.append("cuda_graph: the graph is on the CPU, where nothing is captured; each replay is a direct call")
+    if ranges_on():
+        lines.append(NOTE)
     return tuple(lines)

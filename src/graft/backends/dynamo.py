@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from graft.backends.inductor import OTHER_NUMBERS, python_dispatcher
+from graft.backends.nvtx import NONE, ranges_on
 from graft.base.errors import CaptureError, GraphRefused
 from graft.ir.branches import all_nodes, is_control_flow, write_inside
 from graft.ir.canonical.normal_form import canonicalize
@@ -91,7 +92,7 @@ def drop_detach(graph: Graph) -> None:
 
 def unlike_eager_by_name(graph: Graph) -> list[str]:
     """What Inductor does otherwise than eager with a graph of torch-level calls, told by their names."""
-    notes: list[str] = []
+    notes = [NONE] * ranges_on()
     calls = [(node, call_name(node)) for node in graph.nodes if node.op in ("call_function", "call_method")]
     if not torch._inductor.config.fallback_random and any(samples(name) for _, name in calls):
         notes.append(OTHER_NUMBERS)

@@ -26,6 +26,7 @@ from graft.backends.inductor_caches import WatchedCall, without_caches
 from graft.backends.inductor_loops import counters_allowed, has_counted_loops, with_counters
 from graft.backends.lowered import InductorSettings, Lowered
 from graft.backends.negative_bits import refuse_negative, without_negative
+from graft.backends.nvtx import NONE, ranges_on
 from graft.base.errors import GraftError, GraphRefused, Recompiled, UsageError, near
 from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
@@ -66,7 +67,7 @@ def lower_inductor(
 def unlike_eager(graph: Graph) -> list[str]:
     """What Inductor's code does otherwise than the operators do, for the report."""
     samples = not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(graph)))
-    return [OTHER_NUMBERS] if samples else []
+    return [OTHER_NUMBERS] * samples + [NONE] * ranges_on()
 
 
 def told_failures(compiled: Callable[..., Any]) -> Callable[..., Any]:

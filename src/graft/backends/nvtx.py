@@ -27,6 +27,8 @@ OUTSIDE = "outside the layers"
 CAPTURED = "as captured"
 NOTE = "nvtx: ranges by layer, transform and op around every call; a CUDA graph has those of its capture alone"
 
+NONE = "nvtx: code of Inductor's has no ranges, though GRAFT_NVTX asks for them; backend='eager' has them"
+
 
 def ranges_on() -> bool:
     return os.environ.get(SWITCH, "") not in ("", "0")

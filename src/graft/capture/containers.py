@@ -89,7 +89,8 @@ def take_apart(value: Any, *, results: bool = False) -> tuple[Any, Container | N
         return value, None
     taken = {key: take_apart(part, results=results) for key, part in parts.items()}
     template = Container(type(value), {key: part for key, (_, part) in taken.items()})
-    foreign = template.foreign or (results and template.cls is torch.Size)  # of which a graph makes a tuple
+    # of a Size a graph makes a tuple, and torch.export a dict of what forward takes as an OrderedDict
+    foreign = template.foreign or template.cls is (torch.Size if results else OrderedDict)
     if not foreign and not any(template.parts.values()):
         return value, None
     items = {key: part for key, (part, _) in taken.items()}
@@ -101,7 +102,7 @@ def take_apart(value: Any, *, results: bool = False) -> tuple[Any, Container | N
 def put_together(value: Any, template: Container | None) -> Any:
     if template is None:
         return value
-    keys = template.parts if isinstance(value, dict) else range(len(value))
+    keys = value if isinstance(value, dict) else range(len(value))
     return rebuilt(template.cls, {key: put_together(value[key], template.parts[key]) for key in keys})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,8 +62,20 @@ def structure(value: Any) -> Any:
     return None
 
 
-def conform(value: Any, known: Any, name: str) -> Any:
-    """`value` with its keys in the order of `known`; raises UsageError where it is nested otherwise."""
+def key_orders(value: Any, name: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The keys of every dict among the inputs, which a program may go through in the order that they have."""
+    if isinstance(value, dict):
+        yield name, tuple(value)
+        for key, item in value.items():
+            yield from key_orders(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from key_orders(item, f"{name}[{index}]")
+
+
+def conform(value: Any, known: Any, name: str, *, by_key: bool = False) -> Any:
+    """`value`, with the keys of its dicts in the order of `known` if `by_key`; raises UsageError where it is nested
+    otherwise."""
     if known is None:
         if isinstance(value, (list, tuple, dict)):
             raise UsageError(f"input {name} is a {type(value).__name__}, but was one value when it was compiled")
@@ -73,12 +85,12 @@ def conform(value: Any, known: Any, name: str) -> Any:
         if not isinstance(value, dict) or value.keys() != parts.keys():
             given = list(value) if isinstance(value, dict) else type(value).__name__
             raise UsageError(f"input {name} was a dict of {list(parts)} when it was compiled, and is {given}")
-        return {key: conform(value[key], part, f"{name}.{key}") for key, part in parts.items()}
+        order = parts if by_key else value
+        return {key: conform(value[key], parts[key], f"{name}.{key}", by_key=by_key) for key in order}
     if type(value).__name__ != kind or len(value) != len(parts):
         raise UsageError(f"input {name} was a {kind} of {len(parts)} when it was compiled, and is {value!r:.60}")
-    return like(
-        value, [conform(v, part, f"{name}[{i}]") for i, (v, part) in enumerate(zip(value, parts, strict=True))]
-    )
+    pairs = enumerate(zip(value, parts, strict=True))
+    return like(value, [conform(item, part, f"{name}[{i}]", by_key=by_key) for i, (item, part) in pairs])
 
 
 def bound_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,10 @@ def as_module(program: Any) -> torch.nn.Module:
     """The module itself, or one that calls the function. Raises UsageError for what cannot be called."""
     if isinstance(program, torch.nn.Module):
         return program
+    if isinstance(program, type) and issubclass(program, torch.nn.Module):
+        raise UsageError(
+            f"{program.__name__} is a class; compile an object of it, as in graft.compile({program.__name__}(…), …)"
+        )
     if not callable(program):
         raise UsageError(f"a module or a function can be compiled, not a {type(program).__name__}")
     name = getattr(program, "__name__", type(program).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,13 @@ def refuse_scripts(module: torch.nn.Module) -> None:
                 f"{what} a {type(part).__name__} of TorchScript, which has no Python code to capture; compile the"
                 " module that it was made from"
             )
+
+
+def refuse_deques(values: Sequence[Any], names: Sequence[str]) -> None:
+    """torch takes them apart, and their graph would have inputs that nobody has named."""
+    for name, value in zip(names, values, strict=False):
+        if isinstance(value, deque):
+            raise CaptureError(f"{name} is a deque, which a graph cannot take; pass a list")
 
 
 def refuse_nested(module: torch.nn.Module, values: Sequence[Any], names: Sequence[str]) -> None:

@@ -283,3 +283,24 @@ def test_a_view_of_a_parameter_is_no_leaf_of_its_own(grad):
     whole, view, product = graft.compile(module, (torch.ones(3),), grad=grad)(torch.ones(3))
     assert whole is module.own and view.data_ptr() == module.own.data_ptr()
     assert not view.requires_grad and not product.requires_grad
+
+
+@pytest.mark.parametrize("grad", ["refuse", "drop"])
+def test_state_that_is_unfrozen_later_is_told(grad, tmp_path):
+    module, x = Block().requires_grad_(False), torch.randn(2, 3, 8)
+    compiled = graft.compile(module, (x,), grad=grad)
+    compiled.save(tmp_path / "saved")
+    assert compiled(x)["y"].grad_fn is None and not any("gradients" in note for note in compiled.report.notes)
+    module.gate.weight.requires_grad_(True)  # a part of the merged weight that the graph has in its place
+    for _ in range(2):
+        with torch.no_grad():
+            compiled(x)
+        compiled(x)
+    module.w.requires_grad_(True)
+    compiled(x)
+    told = [note.partition("though ")[2].partition(";")[0] for note in compiled.report.notes if "gradients" in note]
+    assert told == [f"{name} requires them since it was compiled" for name in ("gate.weight", "w")]
+    loaded = graft.load(tmp_path / "saved")
+    loaded.w.requires_grad_(True)
+    loaded(x)
+    assert "though w requires them since" in loaded.report.notes[-1]

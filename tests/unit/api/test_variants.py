@@ -234,6 +234,13 @@ def test_a_frozen_module_captures_nothing_more_and_a_warm_one_has_it_already(tmp
     assert [variant.made_by == "compile" for variant in other.variants] == [True, False]
     assert "dim 0 of x" in other.variants[1].made_by
     torch.testing.assert_close(other(torch.ones(3)), torch.full((3,), 2.0))
+    by_sizes = graft.compile(module, (torch.ones(6),), dynamic_shapes=sizes, stance="error_on_new_variant")
+    by_sizes.warm([(torch.Size([3]),), ((7,),), {"x": [8]}])
+    assert len(by_sizes.variants) == 2
+    assert by_sizes.report.notes[-1].startswith("variant 2 was captured when it was warmed")
+    with pytest.raises(UsageError, match="input x is str"):
+        by_sizes.warm([("3",)])
+    torch.testing.assert_close(by_sizes(torch.ones(2)), torch.full((2,), 2.0))
     other.save(tmp_path / "saved")
     assert [v.made_by for v in graft.load(tmp_path / "saved").variants] == [v.made_by for v in other.variants]
 

@@ -66,8 +66,7 @@ def test_ranges_are_nested_by_layer_transform_and_op(ranges, backend):
     assert names[:4] == ["layer 0", "  fuse_rms_norm", "    graft.rms_norm", "  as captured"]
     assert names.count("layer 1") == 1 and names[-3:] == ["outside the layers", "  as captured", "    aten.sin"]
     assert "(layers.0, test_nvtx.py:" in ranges[2]
-    if backend == "eager":
-        assert nvtx.NOTE in compiled.report.notes
+    assert nvtx.NOTE in compiled.report.notes
 
 
 def test_ranges_are_closed_when_a_call_raises(ranges):
@@ -84,6 +83,14 @@ def test_ranges_are_closed_when_a_call_raises(ranges):
             with pytest.raises(IndexError):
                 compiled(x, torch.tensor([5]), given)  # the fixture: nothing is open at the end
     assert any("aten.index" in line for line in ranges)
+
+
+def test_inductor_says_that_its_code_has_none(ranges):
+    compiled = graft.compile(Stack(), (torch.randn(2, 8),), backend="inductor")
+    backend = graft.Backend()
+    torch.compile(Stack(), backend=backend)(torch.randn(2, 8))
+    for report in (compiled.report, *backend.reports):
+        assert nvtx.NONE in report.notes and nvtx.NOTE not in report.notes
 
 
 def test_there_are_none_unless_asked_for(monkeypatch):

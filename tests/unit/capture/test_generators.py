@@ -106,6 +106,11 @@ def makes_one_of_numpy(x):
     return x + float(np.random.default_rng().random())
 
 
+def seeds_numpy(x):
+    np.random.seed(0)
+    return x + 1
+
+
 def a_secret(x):
     return x + secrets.randbelow(1000)
 
@@ -154,6 +159,7 @@ class Samples(nn.Module):
         (old_object_of_numpy, "samples from a RandomState object"),
         (Samples(), "samples from a Random object"),
         (makes_one_of_numpy, r"samples from numpy.random.default_rng \(test_generators.py:\d+\)"),
+        (seeds_numpy, r"samples from numpy.random.seed \(test_generators.py:\d+\)"),
         (a_secret, r"samples from secrets.randbelow \(test_generators.py:\d+\)"),
         (reads_the_seed_of_its_own, r"%add \(test_generators.py:\d+\) depends on the seed of a generator"),
         (adds_a_digit_of_the_seed, r"%add \(test_generators.py:\d+\) depends on the seed of a generator"),

@@ -18,9 +18,13 @@ class UsageError(GraftError):
     exit_code = 2
 
 
+MOST_TOLD, FEW_TOLD = 100, 8  # names of a list
+
+
 def near(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'a' or 'b'? Known: …` for an unknown name."""
+    """`; did you mean 'a' or 'b'? Known: …` for an unknown name. Of hundreds not all are told."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
-    return f"{hint or '.'} Known: {', '.join(names) or 'none'}."
+    told = names if len(names) <= MOST_TOLD else [*names[:FEW_TOLD], f"… ({len(names)} in all)"]
+    return f"{hint or '.'} Known: {', '.join(told) or 'none'}."

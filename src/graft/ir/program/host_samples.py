@@ -28,8 +28,8 @@ from graft.ir.program.callers import is_torch, line_of
 from graft.ir.program.own_code import Variable
 
 UNCHANGED = ("getstate", "setstate", "get_state", "set_state")  # Dynamo keeps the state with them
-# what makes a generator that begins anew at every call, or samples without one
-WITHOUT_STATE = {"numpy.random": ("default_rng",), "secrets": ("choice", "randbelow", "randbits")}
+# what makes a generator that begins anew at every call, seeds the one of all, or samples without one
+WITHOUT_STATE = {"numpy.random": ("default_rng", "seed"), "secrets": ("choice", "randbelow", "randbits")}
 _tracing = threading.local()  # .depth: how many traces this thread is in
 _changes: list[tuple[Any, str, Any]] = []  # (Python module, name, real function) while any thread traces
 _traces = 0
