@@ -15,6 +15,13 @@ from graft.stages.story import StoryEnd
 if TYPE_CHECKING:
     from graft.stages.watch import StageWatch
 
+COMPILER = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch",
+    "torch.fx.experimental",
+)  # raise errors of its own
+MOST = 300  # characters of an error
 FAKE = re.compile(r"with fake tensors: .*: got (\w+)\((['\"])(.*)\2\)", re.S)
 
 
@@ -22,14 +29,15 @@ def ended(watch: StageWatch, error: BaseException, index: int) -> StoryEnd:
     told = first_line(error)
     if not torch.is_grad_enabled() and "does not require grad" in told:
         told += " (a story's calls are made without gradients)"
-    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
+    compiler = type(error).__module__.startswith(COMPILER)
     if compiler and isinstance(error.__cause__, Exception):
         told = first_line(error.__cause__)
     reached = watch.reached
     if reached.stage > 1:
         return StoryEnd(reached.stage, reached.doing, told)
     if compiler:
-        return StoryEnd(1, "tracing", told)
+        guards = type(error).__name__ == "ConstraintViolationError"  # behind all that was compiled
+        return StoryEnd(1, "making guards" if guards else "tracing", told)
     if kernels := checked_by(watch, told):
         return StoryEnd(6, f"running call {index + 1}, in {' or '.join(kernels)}", told)
     if reached.failed is not None and reached.failed[0] is error:
@@ -51,6 +59,10 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if found := FAKE.search(text):  # the operands come first, and are long
         lines = [f"{found[1]}: {found[3]}"]
-    told = f"{type(error).__name__}: {' '.join(lines[:2])[:300]}" if lines else type(error).__name__
+    told = f"{type(error).__name__}: {shortened(' '.join(lines[:2]))}" if lines else type(error).__name__
     frames = [frame for frame in FRAME.findall(stack) if not frame[0].startswith(TORCH)]
     return f"{told} ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else told
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= MOST else f"{text[:MOST].rpartition(' ')[0]} …"

@@ -124,6 +124,8 @@ def gone(
     if not parts[1]:
         return "the run did not come to stage 2 with this graph" if story.end else "no later stage saw this graph"
     if not later[0]:
+        if any(not node.sources and not node.line for node in parts[1] if node.op not in NO_CALLS):
+            return "not known: the functional graph has calls that remember neither a line nor what they came from"
         return "AOTAutograd left nothing of it: a view, a number, or a value that nothing reads"
     if not later[1]:
         ops = {node.op for node in parts[1] if node.name in later[0]}

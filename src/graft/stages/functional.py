@@ -211,7 +211,7 @@ def decompositions_of(graph: StageGraph) -> list[Decomposition]:
     """Nodes that remember another op than they are, by what they came from: silu → neg, exp, add, div."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for node in graph.nodes:
-        if node.op == "operator.getitem":  # one of several results of what stays whole
+        if node.op in ("operator.getitem", "get_attr"):  # a result of what stays whole; what it is given
             continue
         if node.original and node.original.split(".")[:2] != node.op.split(".")[:2]:
             groups.setdefault((node.original, node.sources), []).append(node.op)

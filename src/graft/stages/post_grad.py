@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch._inductor.compile_fx
@@ -25,6 +26,9 @@ from graft.stages.trace import current_graph
 NEEDS = (
     "torch._inductor.compile_fx:_recursive_post_grad_passes",
     "torch._inductor.pattern_matcher:PatternMatcherPass.apply",
+    "torch._inductor.pattern_matcher:LoweringPatternEntry.apply",
+    "torch._inductor.pattern_matcher:GraphPatternEntry.apply",
+    "torch._inductor.pattern_matcher:ReplacementPatternEntry.apply",
     "torch.fx.passes.graph_transform_observer:GraphTransformObserver.apply_graph_pass",
     "torch.fx.passes.graph_transform_observer:GraphTransformObserver.apply_gm_pass",
 )
@@ -38,6 +42,7 @@ class SeenPostGrad:
     graphs: list[StageGraph] = field(default_factory=list)
     passes: list[PassRun] = field(default_factory=list)
     last: dict[str, Graph] = field(default_factory=dict)
+    applied: list[str] = field(default_factory=list)  # patterns, by name, one after the other
     lines: dict[tuple[str, str], str] = field(default_factory=dict)  # of nodes that a pass put in another's place
 
 
@@ -72,12 +77,15 @@ def watch_post_grad(seen: SeenPostGrad, reached: Reached) -> Iterator[None]:
 
         return apply
 
-    observer = GraphTransformObserver
+    observer, matcher = GraphTransformObserver, torch._inductor.pattern_matcher
     with (
         swapped(torch._inductor.compile_fx, "_recursive_post_grad_passes", make_post_grad),
         swapped(observer, "apply_graph_pass", make_pass),
         swapped(observer, "apply_gm_pass", make_pass),
-        swapped(torch._inductor.pattern_matcher.PatternMatcherPass, "apply", lambda before: matching(before, seen)),
+        swapped(matcher.PatternMatcherPass, "apply", lambda before: matching(before, seen)),
+        swapped(matcher.LoweringPatternEntry, "apply", lambda before: naming(before, seen)),
+        swapped(matcher.GraphPatternEntry, "apply", lambda before: naming(before, seen)),
+        swapped(matcher.ReplacementPatternEntry, "apply", lambda before: naming(before, seen)),
     ):
         yield
 
@@ -103,21 +111,40 @@ def with_lines(graph: StageGraph, lines: Mapping[tuple[str, str], str]) -> Stage
 
 
 def matching(before: Callable[..., Any], seen: SeenPostGrad) -> Callable[..., Any]:
-    """A table of patterns: how often it matched, by what was taken out and what was put in."""
+    """A table of patterns: what it took out and put in, and how often each pattern of it matched."""
 
     def apply(self: Any, gm: GraphModule | Graph) -> int:
         graph = gm.graph if isinstance(gm, GraphModule) else gm
-        counted = count_calls(graph)
+        counted, first = count_calls(graph), len(seen.applied)
         count = before(self, gm)
         if count:
-            after = count_calls(graph)
-            gone, come = counted - after, after - counted
-            what = f"{', '.join(gone) or 'nothing'} → {', '.join(come) or 'nothing'}"
+            after, matched = count_calls(graph), dict(Counter(seen.applied[first:]))
             name = getattr(self, "pass_name", None) or "patterns"
-            seen.passes.append(PassRun(current_graph(), "patterns", name, 0.0, dict(gone), dict(come), {what: count}))
+            change = dict(counted - after), dict(after - counted)
+            seen.passes.append(PassRun(current_graph(), "patterns", name, 0.0, *change, matched))
         return count
 
     return apply
+
+
+def naming(before: Callable[..., Any], seen: SeenPostGrad) -> Callable[..., Any]:
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.applied.append(pattern_name(self))
+        return before(self, *args, **kwargs)
+
+    return apply
+
+
+def pattern_name(entry: Any) -> str:
+    """Its own (torch 2.13 has some), that of the function that replaces it, or the op that it ends in."""
+    handler = getattr(entry, "handler", None)
+    while isinstance(handler, partial):
+        handler = handler.func
+    named = getattr(entry, "pattern_name", None) or getattr(handler, "__name__", "<lambda>")
+    if named != "<lambda>":
+        return str(named)
+    ends = getattr(entry.pattern, "fns", ())
+    return f"a pattern of {target_text(ends[0])}" if ends else "a pattern"
 
 
 def count_calls(graph: Graph) -> Counter[str]:

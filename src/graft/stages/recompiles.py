@@ -26,6 +26,7 @@ KIND = re.compile(
     r"(?P<guard>expected type of '(?P<name>.*)' to be a tensor type), ' but found <class '(?P<actual>.*)'>"
 )
 TYPE = re.compile(r"___check_type_id\((?P<name>.*), \d+\)(?:, type=<class '(?P<expected>.*)'>)?")
+LENGTH = re.compile(r"len\((?P<name>.*)\) != (?P<expected>\d+)")  # a reason: what failed is that they are equal
 SAME = re.compile(r"___check_obj_id\((?P<name>.*), \d+\)")
 SIGNS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==", ast.Is: "is", ast.NotEq: "!=", ast.IsNot: "is not", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">",
@@ -84,6 +85,8 @@ def guard_values(guard: str, scope: Mapping[str, Any], names: Mapping[str, Any])
         return found["expected"] or COMPILED, evaluated(f"type({found['name']})", scope, type_text)
     if found := SAME.match(guard):
         return COMPILED, evaluated(found["name"], scope)
+    if found := LENGTH.fullmatch(guard):
+        return found["expected"], evaluated(f"len({found['name']})", scope)
     if guard.startswith("Duplicate tensors found"):
         return "different tensors", "the same one"
     if guard == "GLOBAL_STATE changed: grad_mode":
@@ -176,5 +179,7 @@ def guard_told(guard: str) -> str:
         return said["guard"]
     if found := TYPE.match(guard):
         return f"type of {found['name']}"
+    if found := LENGTH.fullmatch(guard):
+        return f"len({found['name']}) == {found['expected']}"
     found = SAME.match(guard)
     return f"{found['name']} is the same object" if found else guard

@@ -161,8 +161,28 @@ def record(graph: str, node: Any, group: str) -> ScheduledNode:
     inner = node.node
     data = getattr(inner, "data", None)
     kind = type(data if data is not None else inner).__name__
-    layout = type(getattr(inner, "layout", None)).__name__
-    return ScheduledNode(graph, node.get_name(), kind, computed_nodes(inner), group, layout)
+    access = node.read_writes
+    buffers = [tuple(dict.fromkeys(one.name for one in found)) for found in (access.reads, access.writes)]
+    layout = layout_text(getattr(inner, "layout", None))
+    return ScheduledNode(graph, node.get_name(), kind, computed_nodes(inner), group, layout, loops(node), *buffers)
+
+
+def layout_text(layout: Any) -> str:
+    """`FixedLayout float32[8, 8] strides [8, 1]`."""
+    kind, size, dtype = type(layout).__name__, getattr(layout, "size", None), getattr(layout, "dtype", None)
+    if size is None or dtype is None:  # of a call that gives nothing, or several things
+        return kind
+    sizes, strides = (", ".join(map(str, numbers)) for numbers in (size, getattr(layout, "stride", None) or ()))
+    return f"{kind} {str(dtype).removeprefix('torch.')}[{sizes}] strides [{strides}]"
+
+
+def loops(node: Any) -> str:
+    """`8 × 16, reducing 32`."""
+    ranges = [" × ".join(map(str, part)) for part in getattr(node, "_sizes", None) or ()]
+    if not ranges:
+        return ""
+    outer, *inner = ranges
+    return (outer or "1") + "".join(f", reducing {part}" for part in inner if part)
 
 
 def fused_with(nodes: Sequence[ScheduledNode], graph: str) -> dict[str, set[str]]:

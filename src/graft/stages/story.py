@@ -141,7 +141,7 @@ class FunctionalStage:
 
 @dataclass(frozen=True)
 class PassRun:
-    """removed, added: calls by op. matches: by what was matched, where the pass is a table of patterns."""
+    """removed, added: calls by op. matches: by pattern, where the pass is a table of them."""
 
     graph: str
     subsystem: str
@@ -174,7 +174,8 @@ class PostGradStage:
 
 @dataclass(frozen=True)
 class ScheduledNode:
-    """kind: of the IR (`Pointwise`, `ExternKernelOut`). group: what it was fused into; itself if alone."""
+    """kind: of the IR (`Pointwise`, `ExternKernelOut`). group: what it was fused into; itself if alone. layout: of
+    the buffer that it realises. loops: its ranges; none where it is a call. reads, writes: buffers."""
 
     graph: str
     name: str
@@ -182,6 +183,9 @@ class ScheduledNode:
     nodes: tuple[str, ...]
     group: str
     layout: str = ""
+    loops: str = ""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

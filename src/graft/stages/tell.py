@@ -83,7 +83,7 @@ def tell_story(
     reset_compiler()
     try:
         inside = keeper.folder if keeper is not None else None
-        with own_caches(inside) as home, grad_mode(gradients), only_new_artifacts():
+        with own_caches(inside) as home, grad_mode(gradients), only_new_artifacts(), asked_of_dynamo(options):
             with watching(home) as watch:
 
                 def so_far() -> Story:
@@ -140,6 +140,12 @@ def compile_settings(
         given = {**torch._inductor.list_mode_options(mode), **given}
     settings: dict[str, Any] = {"backend": backend, "dynamic": dynamic}
     return {**settings, **({"options": given} if given else {"mode": mode} if mode else {})}
+
+
+def asked_of_dynamo(options: Mapping[str, Any] | None) -> AbstractContextManager[Any]:
+    """Dynamo asks whether weights are to be frozen, and sees no options of a call."""
+    frozen = {name: value for name, value in (options or {}).items() if name == "freezing"}
+    return torch._inductor.config.patch(frozen) if frozen else nullcontext()
 
 
 def grad_mode(gradients: bool) -> AbstractContextManager[Any]:

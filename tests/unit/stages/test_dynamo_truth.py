@@ -9,10 +9,12 @@ import torch
 
 import stage_programs as programs
 from graft.stages.breaks import read_break
+from graft.stages.follow import follow
 from graft.stages.recompiles import guard_values, read_recompilation
-from graft.stages.story import Story
+from graft.stages.story import Story, StoryEnd
 from graft.stages.tell import tell_story
-from graft.workbench.stages.questions import what_broke, why_recompiled
+from graft.workbench.stages.questions import what_broke, why_missed, why_recompiled
+from graft.workbench.stages.text import story_lines
 
 ONES = torch.ones(2)
 
@@ -98,6 +100,10 @@ def of_list(x, ks):
     return x * len(ks)
 
 
+def of_dict(x, d):
+    return x + sum(d.values())
+
+
 def of_size(x, y):
     return x + y.sum() if x.shape[0] % 2 else x - 1
 
@@ -122,6 +128,12 @@ def test_both_values_of_a_guard_are_those_of_its_call(function, calls, told):
     story = story_of(function, *[(ONES, *call) for call in calls])
     assert [(one.guard, one.expected, one.actual) for one in story.dynamo.recompilations] == told
     assert {one.line for one in story.dynamo.recompilations} == {line_of(function, "return")}
+
+
+def test_the_length_of_a_dict_has_both_values():
+    """torch tells what failed, not the guard."""
+    (found,) = story_of(of_dict, (ONES, {"a": ONES}), (ONES, {"a": ONES, "b": ONES})).dynamo.recompilations
+    assert (found.guard, found.expected, found.actual) == ("len(d) == 1", "1", "2")
 
 
 def test_sizes_and_gradients_have_both_values():
@@ -154,3 +166,43 @@ def test_guards_without_a_frame_have_the_values_of_their_text():
     assert guard_values("a == b", {"a": 1, "b": 2}, {"a": 1, "b": 2}) == ("2", "1")
     assert guard_values("not odd(n)", {"n": 1}, {"n": 1}) == ("", "n = 1")
     assert guard_values("no expression (", {}, {}) == ("", "")
+
+
+def eight(x):
+    return x * 2 if x.shape[0] == 8 else x - 1
+
+
+def test_what_dynamo_refuses_is_not_the_programs_own_error():
+    sized = torch.ones(8)
+    torch._dynamo.mark_dynamic(sized, 0)
+    story = story_of(eight, (sized,))
+    assert story.end is not None and (story.end.stage, story.end.doing) == (1, "making guards")
+    assert "You marked L['x'].size()[0] as dynamic" in story.end.error and story.end.error.endswith(" …")
+
+
+def test_stages_behind_the_end_say_that_they_were_not_reached():
+    story = Story("of", "inductor", "2.13.0", "cpu", end=StoryEnd(4, "scheduling", "ValueError: no"))
+    told = [line.text for line in story_lines(story)]
+    assert told.count("  not reached: the run ended in stage 4") == 3 and told[-1].startswith("ended in stage 4")
+
+
+def scaled(x, k):
+    return torch.nn.functional.silu(x * k)
+
+
+def test_a_value_whose_origin_torch_forgets_is_not_told_as_gone():
+    """A number that becomes a tensor takes the lines of what it is computed with."""
+    story = tell_story(scaled, [(ONES, 0.5), (ONES, 0.25)])
+    gone = [trail.gone for trail in follow(story, "mul") if not trail.kernels]
+    assert gone and all(reason.startswith("not known: ") for reason in gone)
+
+
+def branches(x):
+    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+def test_control_flow_is_not_taken_apart_and_no_advice_is_for_passes():
+    story = tell_story(branches, [(ONES,)])
+    assert not any("get_attr" in one.into for one in story.functional.decompositions)
+    answer = why_missed(story)
+    assert answer.answer.startswith("it was bypassed") and not answer.advice

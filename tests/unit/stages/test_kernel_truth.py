@@ -19,6 +19,7 @@ from graft.stages.story import Refusal, Story
 from graft.stages.tell import tell_story
 from graft.stages.trace import TraceCollector, TraceRow
 from graft.workbench.stages.questions import what_copied, why_not_fused
+from graft.workbench.stages.saved import save_story
 
 
 def write(out, x):
@@ -184,3 +185,33 @@ def test_kernels_that_c_calls_are_read_from_its_code():
     collector.rows.append(TraceRow("inductor_output_code", "0/0", {}, CPP))
     stage = runtime_stage(SeenRuntime(), collector)
     assert (stage.allocations, stage.reused) == ({"0/0": 1}, {"0/0": 1})
+
+
+def loops_and_calls(a, b):
+    return (a @ b).relu().sum(1), (a + b).t().contiguous()
+
+
+def test_nodes_of_the_ir_have_loops_layouts_and_buffers(tmp_path):
+    story = tell_story(loops_and_calls, [(torch.ones(8, 8),) * 2])
+    told = {node.kind: (node.loops, node.layout, node.reads[0], node.writes) for node in story.scheduling.nodes}
+    assert told == {
+        "ExternKernelOut": ("", "FixedLayout float32[8, 8] strides [8, 1]", "arg0_1", ("buf0",)),
+        "Reduction": ("8, reducing 8", "FixedLayout float32[8] strides [1]", "buf0", ("buf1",)),
+        "Pointwise": ("8 × 8", "FixedLayout float32[8, 8] strides [8, 1]", "arg0_1", ("buf2",)),
+    }
+    save_story(story, tmp_path)
+    (text,) = (path.read_text() for path in (tmp_path / "graphs").glob("*_4_ir.txt"))
+    assert "op1 Reduction over 8, reducing 8: buf0 → buf1, FixedLayout float32[8] strides [1]" in text
+
+
+def fits_patterns(q, k, v):
+    return torch.softmax(q @ k.transpose(-2, -1) / 4.0, -1) @ v, (q @ k.transpose(-2, -1)).reshape(-1, 16) + v[
+        0, 0, 0
+    ]
+
+
+def test_patterns_that_matched_have_names():
+    story = tell_story(fits_patterns, [(torch.ones(2, 4, 16, 16),) * 3])
+    named = {name for one in story.post_grad.passes for name in one.matches}
+    assert "pointless_view" in named and not any("→" in name for name in named)
+    assert any(name.startswith(("_sfdp_pattern_", "a pattern of ")) for name in named)

@@ -131,7 +131,8 @@ def add_scheduled(made: Columns, story: Story, graph: str, last: dict[str, int])
         if node.graph != graph:
             continue
         refused = [f"{r.first} and {r.second}: {r.reason}" for r in story.scheduling.refusals if is_about(r, node)]
-        facts = [("kind", node.kind), ("layout", node.layout), ("group", node.group)]
+        facts = [("kind", node.kind), ("loops", node.loops or "none: a call"), ("layout", node.layout)]
+        facts += [("reads", ", ".join(node.reads)), ("writes", ", ".join(node.writes)), ("group", node.group)]
         facts += [("not fused", text) for text in refused[:8]]
         facts += [("copy", c.reason) for c in story.scheduling.copies if c.graph == graph and c.node in node.nodes]
         fused = f"{node.kind} in {node.group}" if node.group != node.name else node.kind

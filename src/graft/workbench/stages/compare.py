@@ -153,7 +153,7 @@ def post_grad_facts(story: Story) -> list[str]:
     return (
         calls_of(stage.graphs)
         + facts
-        + [f"graft {f.transform}: {f.status}, {f.matches} matches" for f in stage.fusions]
+        + [f"graft {f.transform}: {f.status}, {f.matches} matches" for f in stage.fusions if f.matches]
     )
 
 

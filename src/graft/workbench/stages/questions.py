@@ -147,7 +147,8 @@ def why_missed(story: Story, since: Story | None = None) -> Answer:
         return Answer(question, stage.problem)
     if left_out:
         reasons = tuple(dict.fromkeys(f"{one.graph} {one.cache}: {one.reason}" for one in left_out))
-        advice = "give what has no key one: a CustomGraphPass with a uuid, a registered op"
+        no_key = any("pass" in one.reason.lower() or "custom" in one.reason.lower() for one in left_out)
+        advice = "give what has no key one: a CustomGraphPass with a uuid, a registered op" if no_key else ""
         return Answer(question, f"it was bypassed: {left_out[0].reason}", reasons, advice)
     earlier = since.caches.lookups if since is not None else ()
     differences = tuple(line for one in stage.lookups for line in key_difference(one, stage.lookups, earlier))

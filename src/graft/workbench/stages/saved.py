@@ -10,6 +10,7 @@ from typing import Any
 from graft.base.errors import DumpError
 from graft.base.files import write_together
 from graft.stages.story import Story
+from graft.workbench.stages.text import node_line
 
 FILE = "story.json"
 FORMAT = 2
@@ -32,6 +33,9 @@ def save_story(story: Story, folder: Path) -> None:
     for stop, graphs in stops.items():
         for graph in graphs:
             files[folder / "graphs" / f"{file_name(graph.graph)}_{stop}.txt"] = graph.text
+    for graph in dict.fromkeys(node.graph for node in story.scheduling.nodes):
+        lines = [node_line(node) for node in story.scheduling.nodes if node.graph == graph]
+        files[folder / "graphs" / f"{file_name(graph)}_4_ir.txt"] = "\n".join(lines) + "\n"
     for kernel in story.kernels.kernels:
         if kernel.source:
             suffix = "cpp" if kernel.language.startswith("cpp") else "py"

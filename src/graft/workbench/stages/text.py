@@ -10,15 +10,19 @@ from typing import Any
 from graft.stages.story import (
     STAGES,
     CacheLookup,
+    CopyRecord,
     DynamoStage,
     FreshProcess,
     GraphBreak,
     GuardGroup,
     KernelRecord,
+    Mutation,
     PassRun,
     Recompilation,
+    ScheduledNode,
     StageGraph,
     Story,
+    SymbolRecord,
     ValueRecord,
 )
 from graft.workbench.diff_text import StyledLine
@@ -32,6 +36,7 @@ TITLES = (
     "runtime",
     "caches",
 )
+FEW = 4
 MOST = 12  # lines of one kind; the rest is in --json and in -o DIR
 
 
@@ -55,7 +60,10 @@ def stage_lines(story: Story, number: int, name: str) -> list[StyledLine]:
     problem = getattr(story, name).problem
     if problem:
         lines.append(StyledLine("changed", f"  {problem}"))
-    return lines + [StyledLine("plain", f"  {line}") for line in SECTIONS[name](story)]
+    told = SECTIONS[name](story)
+    if not told and not problem and story.end is not None and 0 < story.end.stage < number:
+        told = [f"not reached: the run ended in stage {story.end.stage}"]
+    return lines + [StyledLine("plain", f"  {line}") for line in told]
 
 
 def cut(lines: Sequence[str], most: int = MOST) -> list[str]:
@@ -87,17 +95,21 @@ def dynamo_lines(story: Story) -> list[str]:
     lines += [] if stage.breaks or not stage.graphs else ["no graph breaks"]
     for graph in dict.fromkeys(group.graph for group in stage.guards):
         lines += guard_lines(stage, graph)
-    for one in stage.recompilations:
-        told = values_told(one)
-        values = f" ({told})" if told else ""
-        at = f" at {one.line}" if one.line else ""
-        lines.append(
-            f"{one.graph} recompiled: guard of {one.previous or 'an earlier graph'} failed: {one.guard}{values}{at}"
-        )
-    for one in stage.symbols:
-        fixed = f", specialised to {one.fixed_to} by {one.fixed_by or 'a guard'}" if one.fixed_to else ""
-        lines.append(f"{one.graph} {one.symbol} = {one.source} (here {one.value}, {one.range}){fixed}")
+    lines += cut(list(map(recompilation_line, stage.recompilations)))
+    lines += cut(list(map(symbol_line, stage.symbols)))
     return [*lines, *stage.notes]
+
+
+def recompilation_line(one: Recompilation) -> str:
+    told = values_told(one)
+    values = f" ({told})" if told else ""
+    at = f" at {one.line}" if one.line else ""
+    return f"{one.graph} recompiled: guard of {one.previous or 'an earlier graph'} failed: {one.guard}{values}{at}"
+
+
+def symbol_line(one: SymbolRecord) -> str:
+    fixed = f", specialised to {one.fixed_to} by {one.fixed_by or 'a guard'}" if one.fixed_to else ""
+    return f"{one.graph} {one.symbol} = {one.source} (here {one.value}, {one.range}){fixed}"
 
 
 def called_from(one: GraphBreak) -> str:
@@ -137,12 +149,13 @@ def functional_lines(story: Story) -> list[str]:
     lines += [f"decomposed {graph_line(graph)}" for graph in stage.graphs[:MOST]]
     apart = [f"{one.op} → {', '.join(one.into)}  × {one.times}" for one in stage.decompositions]
     lines += cut(list(dict.fromkeys(apart)))
-    for one in stage.mutations:
-        size = f", {bytes_text(one.copied_bytes)} copied" if one.copied_bytes else ""
-        lines.append(
-            f"{one.graph} write to %{one.written or '?'} ({one.by}, {one.line or 'no line'}): {one.fate}{size}"
-        )
+    lines += cut(folded(map(mutation_line, stage.mutations)))
     return lines if stage.mutations or not stage.graphs else [*lines, "no writes to inputs"]
+
+
+def mutation_line(one: Mutation) -> str:
+    size = f", {bytes_text(one.copied_bytes)} copied" if one.copied_bytes else ""
+    return f"{one.graph} write to %{one.written or '?'} ({one.by}, {one.line or 'no line'}): {one.fate}{size}"
 
 
 def post_grad_lines(story: Story) -> list[str]:
@@ -160,11 +173,13 @@ def post_grad_lines(story: Story) -> list[str]:
 
 
 def change_text(run: PassRun) -> str:
-    """`-aten.silu +aten.neg, aten.exp, 2 matches`."""
+    """`-aten.silu +aten.neg, aten.exp, 2 matches of mm_plus_mm`."""
     signs = (("-", run.removed), ("+", run.added))
     change = " ".join(f"{sign}{counts(dict(ops))}" for sign, ops in signs if ops)
-    matched = sum(run.matches.values())
-    return ", ".join(filter(None, (change or "as many calls of each op", f"{matched} matches" if matched else "")))
+    total = sum(run.matches.values())
+    named = next(iter(run.matches)) if len(run.matches) == 1 else counts(dict(run.matches))
+    matched = f"{total} match{'es' * (total > 1)} of {named}" if total else ""
+    return ", ".join(filter(None, (change or "as many calls of each op", matched)))
 
 
 def scheduling_lines(story: Story) -> list[str]:
@@ -180,15 +195,27 @@ def scheduling_lines(story: Story) -> list[str]:
         lines.append(f"  {kinds}")
         fused = [f"  {name}: {count} nodes fused" for name, count in groups.items() if count > 1]
         lines += cut(fused, 4)
+        lines += [f"  {line}" for line in cut(list(map(node_line, nodes)), FEW)]
     reasons = Counter()
     for one in stage.refusals:
         reasons[re.sub(r"\d+", "N", one.reason)] += 1
     for reason, times in reasons.most_common(MOST):
         lines.append(f"not fused, {times} pair{'s' if times > 1 else ''}: {reason}")
-    for one in stage.copies:
-        where = f" in {one.kernel}" if one.kernel else ""
-        lines.append(f"copy of {bytes_text(one.bytes)} at %{one.node} {one.line}: {one.reason}{where}")
+    lines += cut(folded(map(copy_line, stage.copies)))
     return lines if stage.copies or not stage.nodes else [*lines, "no copies"]
+
+
+def node_line(node: ScheduledNode) -> str:
+    """`op2 Pointwise over 8 × 8: arg0, arg1 → buf2, FixedLayout float32[8, 8] strides [8, 1], in op2_op3`."""
+    over = f" over {node.loops}" if node.loops else ""
+    inside = f", in {node.group}" if node.group != node.name else ""
+    reads, writes = ", ".join(node.reads) or "nothing", ", ".join(node.writes) or "nothing"
+    return f"{node.name} {node.kind}{over}: {reads} → {writes}, {node.layout}{inside}"
+
+
+def copy_line(one: CopyRecord) -> str:
+    where = f" in {one.kernel}" if one.kernel else ""
+    return f"copy of {bytes_text(one.bytes)} at %{one.node} {one.line}: {one.reason}{where}"
 
 
 def kernel_lines(story: Story) -> list[str]:
