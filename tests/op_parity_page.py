@@ -20,8 +20,9 @@ torch's own database of operators (OpInfo) through the routes of graft: samples 
 values, in what is left in its inputs, and in whose memory results are. An entry counts by the worst of its samples.
 `python tests/op_parity.py` runs it, `python tests/op_parity_page.py` makes this page; rows that it has no results for
 stay as they are. `graft` is `torch.compile(backend="graft")`. On a CPU, `cuda_graph` makes direct calls in place of
-replays. Rows of one torch and dtype with fewer entries are samples, as compiling takes seconds on those routes;
-those of torch 2.13 on `inductor` and `graft` had its C++ compiled at -O0.
+replays. On `eager` and `cuda_graph` of a CPU up to twelve samples of each entry ran, else the first, as compiling one
+takes seconds; rows of one torch and dtype with fewer entries are a choice of them, for that reason. Those of torch
+2.13 on `inductor` and `graft` had its C++ compiled at -O0.
 In rows of torch 2.11, entries are missing that came behind a failed capture in the same process (torch does not undo
 one), found another process's memory or ran out of time, and those whose outcome has been changed since
 (`unsafe_split`, `unsafe_chunk`, some of `fft`, two attention kernels).
