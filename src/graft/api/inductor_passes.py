@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -33,6 +34,7 @@ from graft.backends.inductor import (
     static_inputs,
 )
 from graft.backends.inductor_caches import cache_hits
+from graft.ir.branches import mark_weights
 from graft.ir.canonical.normal_form import sweep
 from graft.ir.checks import drop_restated_metadata
 from graft.ir.nodes import placeholders
@@ -50,6 +52,7 @@ from graft.passes.report import Report, TransformRecord
 # Reports stand in the module, not on the pass: AOTInductor runs a deep copy of the pass.
 _reports: list[Report] = []
 OBSERVER = "passes_for_inductor"
+WORKS_ON_BRANCHES = "_recursive_post_grad_passes"  # of torch._inductor.compile_fx
 WALK = (
     "it walks over linear and attention layers, which Inductor has taken apart before its post-grad passes run;"
     " graft.compile sees them whole"
@@ -147,19 +150,35 @@ def run_transform(gm: GraphModule, name: str, settings: PipelineConfig) -> Trans
 
 def canonical_copy(graph: Graph) -> GraphModule:
     """The graph in normal form, under the same names. Values that Inductor does not record are None."""
+    mark_static_inputs(outermost(graph))
     copy, copies = Graph(), {}
     for node in graph.nodes:
         copies[node] = copy.node_copy(node, copies.__getitem__)
         copies[node].meta.setdefault("val", None)
         shorten_module_names(copies[node])
-    inputs = placeholders(copy)
-    if not any(node.name.startswith("tangents") for node in inputs):  # a backward graph has other inputs
-        for index in static_inputs():
-            inputs[index].meta["weight"] = True
     gm = GraphModule(graph.owning_module, copy)
     while sweep(gm.graph):
         pass
     return gm
+
+
+def outermost(graph: Graph) -> GraphModule:
+    """What Inductor compiles, of which `graph` may be a branch: it works on those first, within the call for it."""
+    frame, found = sys._getframe(), graph.owning_module
+    while frame is not None:
+        if frame.f_code.co_name == WORKS_ON_BRANCHES:
+            found = frame.f_locals.get("gm", found)
+        frame = frame.f_back
+    return found
+
+
+def mark_static_inputs(gm: GraphModule) -> None:
+    """Inputs that are parameters or buffers, of the graph and of what it calls."""
+    inputs = placeholders(gm.graph)
+    if not any(node.name.startswith("tangents") for node in inputs):  # a backward graph has other inputs
+        for index in static_inputs():
+            inputs[index].meta["weight"] = True
+    mark_weights(gm)
 
 
 def repeat_changes(graph: Graph, changed: Graph, replaced: Mapping[str, str], dead: set[str]) -> None:

@@ -73,6 +73,34 @@ def test_aot_inductor_fuses_what_torch_compile_fuses(dtype):
     assert aot == jit and aot["fuse_rms_norm"] == 1
 
 
+class Branches(nn.Module):
+    """More parameters than its branches have inputs; one of them is a norm's, and a computed tensor is another's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.rand(8)) for _ in range(5)])
+
+    def forward(self, x):
+        operands = x, self.weights[4], self.weights[0] * x.sum()
+        y = torch.cond(x.sum() > 0, normed, lambda x, w, v: x * w * v, operands)
+        return sum(self.weights, y)
+
+
+def normed(x, w, v):
+    by_norm = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return by_norm * w + (x + 1) * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-5) * v
+
+
+def test_branches_know_which_of_their_inputs_are_parameters():
+    """Inductor works on them first; the positions of parameters that it has are those of the outermost graph."""
+    module, x = Branches().requires_grad_(False), torch.randn(4, 8)
+    program = torch.export.export(module, (x,))
+    aot = fused(lambda options: torch._inductor.aoti_compile_and_package(program, inductor_configs=options))
+    torch._dynamo.reset()
+    jit = fused(lambda options: torch.compile(module, options=options)(x))
+    assert aot == jit == {"fuse_rms_norm": 1}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", families())
 def test_every_family_fuses_the_same_on_both(family):
