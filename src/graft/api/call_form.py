@@ -13,11 +13,12 @@ import torch
 
 from graft.base.errors import UsageError
 from graft.capture.containers import CallContainers
-from graft.capture.dynamic import conform, key_orders, structure
+from graft.capture.dynamic import conform, key_orders, like, structure
 from graft.ir.io.literals import decode_literal, encode_literal
 from graft.ir.program.signature import Leaf
 
 KeyOrders = tuple[tuple[str, tuple[Any, ...]], ...]  # of each dict among the arguments: its name and its keys
+KEYWORDS = "the keyword arguments"  # that `**kwargs` takes
 NO_CONTAINERS: Mapping[str, Any] = {"args": (), "kwargs": {}}  # of modules that were saved before there were any
 MOST_KINDS = 1024  # combinations of kinds of inputs that are remembered
 PLAIN = (type(None), bool, int, float, str)
@@ -48,6 +49,8 @@ def example(leaf: Leaf | None, value: Any) -> Any:
     sizes = isinstance(value, (tuple, list)) and all(type(size) is int for size in value)
     if leaf is None or leaf.dtype is None or not sizes:
         return value
+    if any(size < 0 for size in value):
+        raise UsageError(f"the sizes {tuple(value)} of {leaf.name} are those of no tensor")
     return torch.zeros(value, dtype=getattr(torch, leaf.dtype.removeprefix("torch.")), device=leaf.device)
 
 
@@ -56,6 +59,39 @@ def order_text(given: KeyOrders, known: KeyOrders) -> str:
     name, keys = next((one for one, other in zip(given, known, strict=False) if one != other), given[0])
     where = name if name.startswith("the ") else f"the keys of {name}"
     return f"{where} are in another order: {', '.join(map(repr, keys))}"
+
+
+def values_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*args, *kwargs.values())
+
+
+def keeps_order(value: Any, nesting: Any) -> bool:
+    """Whether the keys of its dicts have the order that they had; most calls have, and are looked at first."""
+    if nesting is None:
+        return True
+    ((kind, parts),) = nesting.items()
+    if kind == "dict":
+        same = list(value) == list(parts)
+        return same and all(keeps_order(value[key], part) for key, part in parts.items() if part is not None)
+    return all(keeps_order(item, part) for item, part in zip(value, parts, strict=True) if part is not None)
+
+
+def with_keys(value: Any, name: str, orders: Mapping[str, tuple[Any, ...]]) -> Any:
+    if isinstance(value, dict):
+        return {key: with_keys(value[key], f"{name}.{key}", orders) for key in orders.get(name, tuple(value))}
+    if isinstance(value, (list, tuple)):
+        return like(value, [with_keys(item, f"{name}[{index}]", orders) for index, item in enumerate(value)])
+    return value
+
+
+def example_of_nesting(nesting: Any) -> Any:
+    """Dicts and lists as they are nested, with None in place of the inputs."""
+    if nesting is None:
+        return None
+    ((kind, parts),) = nesting.items()
+    if kind == "dict":
+        return {key: example_of_nesting(part) for key, part in parts.items()}
+    return [example_of_nesting(part) for part in parts]
 
 
 def has_dict(nesting: Any) -> bool:
@@ -172,9 +208,33 @@ class CallForm:
         """Of arguments in this form, in which order each dict has its keys; nothing where there are none."""
         if not self.ordered:
             return ()
-        own = (("the keyword arguments", tuple(name for name in kwargs if name in self.extra)),)
-        pairs = zip((*args, *kwargs.values()), self.names(args, kwargs), strict=True)
+        values = (*args, *kwargs.values())
+        if tuple(kwargs) == self.keywords and all(map(keeps_order, values, self.nesting)):
+            return self.first_orders
+        return self.orders_of(args, kwargs)
+
+    def orders_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KeyOrders:
+        own = ((KEYWORDS, tuple(name for name in kwargs if name in self.extra)),)
+        pairs = zip(values_of(args, kwargs), self.names(args, kwargs), strict=True)
         return (*own[: len(self.extra) > 1], *(found for pair in pairs for found in key_orders(*pair)))
+
+    @cached_property
+    def first_orders(self) -> KeyOrders:
+        """Those of the call that it was compiled for."""
+        made = list(map(example_of_nesting, self.nesting))
+        kwargs = dict(zip(self.keywords, made[self.positional :], strict=True))
+        return self.orders_of(tuple(made[: self.positional]), kwargs)
+
+    def in_order(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], orders: KeyOrders
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same arguments, with their keys in that order."""
+        wanted = dict(orders)
+        extra = wanted.get(KEYWORDS, tuple(name for name in kwargs if name in self.extra))
+        kwargs = {**{n: v for n, v in kwargs.items() if n not in self.extra}, **{n: kwargs[n] for n in extra}}
+        pairs = zip(values_of(args, kwargs), self.names(args, kwargs), strict=True)
+        fitted = [with_keys(value, name, wanted) for value, name in pairs]
+        return tuple(fitted[: len(args)]), dict(zip(kwargs, fitted[len(args) :], strict=True))
 
     def rearranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         first = self.parameters[: self.positional]

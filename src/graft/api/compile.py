@@ -22,7 +22,7 @@ from graft.api.surroundings import ModeParts, refuse_autocast
 from graft.api.variant import VariantSettings, build_variant, devices_of
 from graft.backends.select import keep_sizes
 from graft.base.errors import UsageError
-from graft.capture.containers import take_call_apart
+from graft.capture.containers import shapes_by_name, take_call_apart
 from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
@@ -60,6 +60,7 @@ def compile_module(
 ) -> CompiledModule:
     refuse_scripts(module)
     args, kwargs, containers = take_call_apart(args, in_order(module, kwargs))
+    dynamic_shapes = shapes_by_name(module, args, kwargs, dynamic_shapes)
     values, names = flat(args, kwargs), input_names(module, args, kwargs)
     refuse_nested(module, values, names)
     refuse_deques(values, names)
@@ -80,7 +81,7 @@ def compile_module(
     variant = replace(variant, modes=parts.now(), orders=form.key_orders(*packed))
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
     compiled._parts, compiled.training = parts, module.training
-    compiled.untrained += untrained(module)
+    compiled.untrained += untrained(module, compiled.graph_module)
     # a cuda_graph looks up its state itself, and is captured again for another
     compiled._sources = ModuleCheck(module, "code" if variant.backend == "cuda_graph" else "all")
     compiled._sources.watch_memory(module, [variant.graph_module])

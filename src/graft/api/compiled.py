@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graft.api.call_form import MOST_KINDS, CallForm, KeyOrders, calls_of, kind, order_text
+from graft.api.call_form import MOST_KINDS, CallForm, calls_of, kind, order_text
 from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.api.functionalization import joined_record
 from graft.api.gradients import detached_views, late_note, refuse_inputs, requiring, run_honoured, untrained
@@ -67,7 +67,7 @@ class CompiledModule(torch.nn.Module):
         self.carrying: dict[tuple[Any, ...], list[bool]] = {}  # kinds of inputs → which results carry gradients
         self.frozen = settings.frozen
         self.restart: Restart | None = None  # which input begins state anew
-        self.untrained = untrained(self.graph_module)
+        self.untrained = untrained(self.graph_module, self.graph_module)
         self._warming = False
         self._parts: ModeParts | None = None  # modules whose modes decide what a graph computes
         self._devices: tuple[str, ...] | None = None  # kinds of devices, once they are known
@@ -168,13 +168,14 @@ class CompiledModule(torch.nn.Module):
             args, kwargs = self.form.apply(args, kwargs)
             values = flat(args, kwargs)
             if transforms_around():
-                refuse_func_transforms(values, self.variants[0].names, self.settings.grad)
+                named = self.ordered(self.variants[0], args, kwargs, values)
+                refuse_func_transforms(named, self.variants[0].names, self.settings.grad)
             if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
                 if out is not None:
                     raise OutRefused("out", "is not for a call that torch.export traces; copy the results there")
                 return self.traced(args, kwargs, values)
             if detached:
-                self.meet_gradients(values)
+                self.meet_gradients(self.ordered(self.variants[0], args, kwargs, values))
             if self._sources is not None:
                 self._sources()
             variant = self.choose(args, kwargs, values)
@@ -199,7 +200,7 @@ class CompiledModule(torch.nn.Module):
             raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
         if self.restart is not None:
             raise UsageError("a module compiled with restart is not traced again: a graph cannot reset itself")
-        found = self.fitting(values, self.form.key_orders(args, kwargs))
+        found = self.fitting(args, kwargs, values)
         if isinstance(found, GuardFailed):
             raise UsageError(f"{found}; call the compiled module with such sizes before it is traced")
         if isinstance(found, UsageError):
@@ -207,6 +208,7 @@ class CompiledModule(torch.nn.Module):
         return put_together(found.graph_module(*args, **kwargs), found.results)
 
     def meet_gradients(self, values: list[Any]) -> None:
+        """values: in the order of the first variant."""
         names = self.variants[0].names
         if self.settings.grad == "refuse":
             refuse_inputs(values, names)
@@ -228,44 +230,53 @@ class CompiledModule(torch.nn.Module):
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
-        orders = self.form.key_orders(args, kwargs)
-        kinds = (self.modes(), orders, *map(kind, values))
+        kinds = (self.modes(), self.form.key_orders(args, kwargs), *map(kind, values))
         known = self._known.get(kinds)
         if known is None:
             if len(self._known) >= MOST_KINDS:
                 self._known.clear()
-            known = self._known[kinds] = self.find(args, kwargs, values, orders)
+            known = self._known[kinds] = self.find(args, kwargs, values)
         return known
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any], orders: KeyOrders) -> Variant:
-        found = self.fitting(values, orders)
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
+        found = self.fitting(args, kwargs, values)
         if isinstance(found, GuardFailed):
             return self.capture(args, kwargs, found)
         if isinstance(found, UsageError):
             raise found
         return found
 
-    def fitting(self, values: list[Any], orders: KeyOrders) -> Variant | UsageError:
+    def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant | UsageError:
         """The variant that was captured for such inputs, or what is against the first one."""
+        orders = self.form.key_orders(args, kwargs)
         problems: list[UsageError] = []
         modes, others = self.modes(), []
         for variant in self.variants:
             if len(values) != len(variant.signature.leaves):
                 return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
             same = variant.modes is None or variant.modes == modes
-            if variant.orders != orders:
-                others.append(GuardFailed(order_text(orders, variant.orders)))
-                continue
+            given = self.ordered(variant, args, kwargs, values)
             try:
-                variant.signature.check(values)
+                variant.signature.check(given)
             except UsageError as error:
                 (problems if same else others).append(error)
             else:
+                if variant.orders != orders:
+                    others.append(GuardFailed(order_text(orders, variant.orders)))
+                    continue
                 if same:
                     return variant
                 paths = self._parts.paths if self._parts else ("",) * len(modes)
                 others.append(GuardFailed(mode_text(paths, modes, variant.modes or ())))
         return (problems or others)[0]
+
+    def ordered(
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
+    ) -> list[Any]:
+        """The inputs in the order that the variant has them in."""
+        if variant.orders == self.form.key_orders(args, kwargs):
+            return values
+        return flat(*self.form.in_order(args, kwargs, variant.orders))
 
     def modes(self) -> Modes:
         """Of the modules that ask for theirs, now."""
@@ -294,7 +305,9 @@ class CompiledModule(torch.nn.Module):
                 " others before compiled.freeze()"
             )
         if len(self.variants) == MOST_VARIANTS:
-            raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
+            raise UsageError(
+                f"{why}, and {MOST_VARIANTS} variants are captured already; make sizes static, or keep keys in order"
+            )
         module, dynamic_shapes = self._source
         try:
             with CAPTURING, use_level(self.settings.level):

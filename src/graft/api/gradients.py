@@ -67,10 +67,12 @@ def trainable(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state_of(module).items() if tensor.requires_grad}
 
 
-def untrained(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that require no gradients, and could."""
-    state = state_of(module).items()
-    return [(name, tensor) for name, tensor in state if not tensor.requires_grad and tensor.is_floating_point()]
+def untrained(module: torch.nn.Module, graph: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers of the module that require no gradients and could, and that the graph reads, be it as
+    parts of a weight that a transform made."""
+    read = {storage_id(tensor) for tensor in state_of(graph).values()} - {None}
+    state = [(n, t) for n, t in state_of(module).items() if not t.requires_grad and storage_id(t) in read]
+    return [(name, tensor) for name, tensor in state if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -265,14 +267,20 @@ def run_honoured(compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[s
     plain = compiled.form.apply(args, kwargs)
     values = pytree.tree_leaves(plain)
     if transforms_around():
-        refuse_func_transforms(values, compiled.variants[0].names, "honour")
+        named = compiled.ordered(compiled.variants[0], *plain, values)
+        refuse_func_transforms(named, compiled.variants[0].names, "honour")
     inputs = list({id(t): t for t in values if isinstance(t, Tensor)}.values())
     state = trained(compiled)
     if not any(t.requires_grad for t in (*inputs, *state)):
         return run()
     random = RandomState.now([*inputs, *state]) if compiled.samples else None
     call = HonouredCall(run, module, plain, containers, inputs, random)
-    key = compiled.modes(), *map(kind, values), *(t.requires_grad for t in (*inputs, *state))
+    key = (
+        compiled.modes(),
+        compiled.form.key_orders(*plain),
+        *map(kind, values),
+        *(t.requires_grad for t in (*inputs, *state)),
+    )
     if key not in compiled.carrying:
         if len(compiled.carrying) >= MOST_KINDS:
             compiled.carrying.clear()

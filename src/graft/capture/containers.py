@@ -60,6 +60,15 @@ class Container:
         return Container(found, {key: Container.from_data(part) for key, part in data["parts"]})
 
 
+def fits(known: Container | None, given: Container | None) -> bool:
+    """Whether objects are of the classes that a graph was captured for; an OrderedDict will do for a dict."""
+    if known is None:
+        plain = given is not None and given.cls is OrderedDict
+        return given is None or (plain and all(fits(None, part) for part in given.parts.values()))
+    same = given is not None and known.cls is given.cls and known.parts.keys() == given.parts.keys()
+    return same and all(fits(part, given.parts[key]) for key, part in known.parts.items())
+
+
 def find_class(module: str, name: str) -> type | None:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -77,8 +86,11 @@ def parts_of(value: Any, results: bool) -> dict[Any, Any] | None:
     if isinstance(value, (dict, UserDict)):
         return dict(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        slots = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
-        return dict(vars(value)) if hasattr(value, "__dict__") else slots
+        names = [entry.name for entry in dataclasses.fields(value)]
+        if not hasattr(value, "__dict__"):
+            return {name: getattr(value, name) for name in names}
+        own = vars(value)
+        return {name: own[name] for name in names if name in own} | own
     return None
 
 
@@ -142,7 +154,7 @@ class CallContainers:
         pairs = [(f"argument {i}", *both) for i, both in enumerate(zip(self.args, found.args, strict=True))]
         pairs += [(f"argument {name}", known, found.kwargs[name]) for name, known in self.kwargs.items()]
         for name, known, given in pairs:
-            if known != given:
+            if not fits(known, given):
                 was, now = (part.cls.__name__ if part else "plain" for part in (known, given))
                 other = f"a {now} that holds other things" if was == now else f"a {now}"
                 raise UsageError(f"{name} was a {was} when it was compiled, and is {other}")
@@ -209,6 +221,16 @@ def plain_containers(
             module.forward = forward
         else:
             del module.forward
+
+
+def shapes_by_name(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> Any:
+    """A list of `dynamic_shapes` as a dict: the keywords of a later call may come in another order."""
+    if not isinstance(dynamic_shapes, (list, tuple)):
+        return dynamic_shapes
+    names = list(named_signature(module.forward, kwargs).bind(*args, **kwargs).arguments)
+    return dict(zip(names, dynamic_shapes, strict=True)) if len(names) == len(dynamic_shapes) else dynamic_shapes
 
 
 def named_signature(forward: Any, kwargs: Mapping[str, Any]) -> inspect.Signature:

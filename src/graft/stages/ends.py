@@ -65,4 +65,4 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    return text if len(text) <= MOST else f"{text[:MOST].rpartition(' ')[0]} …"
+    return text if len(text) <= MOST else f"{text[:MOST].rpartition(' ')[0] or text[:MOST]} …"

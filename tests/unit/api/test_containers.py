@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
-from itertools import product
 
 import pytest
 import torch
@@ -199,57 +198,6 @@ def test_keys_that_are_no_texts_are_saved(tmp_path):
         result = module({1: x, 0: x * 2})
         assert list(result) == [1, 0]
         torch.testing.assert_close((result[0], result[1]), (x * 2, x + 1))
-
-
-def join(state, **more):
-    return torch.cat([*state["all"].values(), *more.values()])
-
-
-def test_another_order_of_keys_is_another_way_through_a_program(tmp_path):
-    """It may go through them; the first graph gave its own order's result."""
-    a, b = torch.zeros(2), torch.ones(2)
-    first, other = ({"all": {"a": a, "b": b}},), ({"all": {"b": b, "a": a}},)
-    compiled = graft.compile(join, first, {"p": a, "q": b})
-    for state, more in product((first, other), ({"p": a, "q": b}, {"q": b, "p": a})):
-        assert torch.equal(compiled(*state, **more), join(*state, **more))
-    made_by = [variant.made_by for variant in compiled.variants]
-    assert len(made_by) == 4 and made_by[1] == "the keyword arguments are in another order: 'q', 'p'"
-    assert "the keys of state.all are in another order: 'b', 'a'" in made_by
-    compiled.save(tmp_path / "saved")
-    for state, more in product((first, other), ({"p": a, "q": b}, {"q": b, "p": a})):
-        assert torch.equal(graft.load(tmp_path / "saved")(*state, **more), join(*state, **more))
-    compiled = graft.compile(join, first, {"p": a, "q": b})
-    compiled.save(tmp_path / "first", overwrite=True)
-    for module in (compiled, graft.load(tmp_path / "first")):
-        compiled.freeze()
-        with pytest.raises(UsageError, match=r"the keys of state.all are in another order: 'b', 'a'"):
-            module(*other, p=a, q=b)
-
-
-def test_an_exported_program_takes_its_inputs_by_their_keys():
-    class Joined(nn.Module):
-        def forward(self, state):
-            return join(state)
-
-    a, b = torch.zeros(2), torch.ones(2)
-    program = torch.export.export(Joined(), ({"all": {"a": a, "b": b}},))
-    other = {"all": {"b": b, "a": a}}
-    assert torch.equal(graft.compile(program)(other), program.module()(other))
-
-
-def test_an_ordered_dict_arrives_as_one():
-    def ends(given):
-        assert type(given) is OrderedDict
-        rest = given.copy()
-        return rest.popitem(last=False)[1] + 2 * rest.popitem()[1], given
-
-    a, b = torch.zeros(2), torch.ones(2)
-    compiled = graft.compile(ends, (OrderedDict(a=a, b=b),))
-    found, returned = compiled(OrderedDict(a=a, b=b))
-    assert torch.equal(found, a + 2 * b) and type(returned) is OrderedDict
-    assert torch.equal(compiled(OrderedDict(b=b, a=a))[0], b + 2 * a)
-    with pytest.raises(UsageError, match="was a OrderedDict when it was compiled, and is a plain"):
-        compiled({"a": a, "b": b})
 
 
 def test_what_cannot_be_taken_apart_is_refused_by_name():

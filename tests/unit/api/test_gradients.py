@@ -288,7 +288,9 @@ def test_a_view_of_a_parameter_is_no_leaf_of_its_own(grad):
 @pytest.mark.parametrize("grad", ["refuse", "drop"])
 def test_state_that_is_unfrozen_later_is_told(grad, tmp_path):
     module, x = Block().requires_grad_(False), torch.randn(2, 3, 8)
+    module.head = nn.Linear(8, 2).requires_grad_(False)  # which forward leaves out
     compiled = graft.compile(module, (x,), grad=grad)
+    module.head.requires_grad_(True)
     compiled.save(tmp_path / "saved")
     assert compiled(x)["y"].grad_fn is None and not any("gradients" in note for note in compiled.report.notes)
     module.gate.weight.requires_grad_(True)  # a part of the merged weight that the graph has in its place

@@ -240,6 +240,8 @@ def test_a_frozen_module_captures_nothing_more_and_a_warm_one_has_it_already(tmp
     assert by_sizes.report.notes[-1].startswith("variant 2 was captured when it was warmed")
     with pytest.raises(UsageError, match="input x is str"):
         by_sizes.warm([("3",)])
+    with pytest.raises(UsageError, match=r"the sizes \(-1,\) of x are those of no tensor"):
+        by_sizes.warm([((-1,),)])
     torch.testing.assert_close(by_sizes(torch.ones(2)), torch.full((2,), 2.0))
     other.save(tmp_path / "saved")
     assert [v.made_by for v in graft.load(tmp_path / "saved").variants] == [v.made_by for v in other.variants]

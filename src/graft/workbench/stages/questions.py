@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from graft.stages.follow import Trail, follow, leaf_names
 from graft.stages.story import CacheLookup, Refusal, Story
 from graft.workbench.stages.text import bytes_text, called_from, values_told
 
+NO_KEY = re.compile(r"custom pass|call_function target", re.IGNORECASE)  # in the reason of a bypass
 CALLS = ("ExternKernel", "FallbackKernel", "MultiOutput")  # kinds of IR that are calls, not loops
 
 
@@ -147,7 +149,7 @@ def why_missed(story: Story, since: Story | None = None) -> Answer:
         return Answer(question, stage.problem)
     if left_out:
         reasons = tuple(dict.fromkeys(f"{one.graph} {one.cache}: {one.reason}" for one in left_out))
-        no_key = any("pass" in one.reason.lower() or "custom" in one.reason.lower() for one in left_out)
+        no_key = any(NO_KEY.search(one.reason) and "higher_order" not in one.reason for one in left_out)
         advice = "give what has no key one: a CustomGraphPass with a uuid, a registered op" if no_key else ""
         return Answer(question, f"it was bypassed: {left_out[0].reason}", reasons, advice)
     earlier = since.caches.lookups if since is not None else ()
