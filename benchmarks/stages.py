@@ -3,8 +3,8 @@
     python -m benchmarks.stages [MODEL] [--repeats 3] [--json]
 
 Each is a process of its own with empty caches, in turns. Processor time, that of the C++ compiler and of all other
-processes that it starts included; ratios of medians. `watched` is --no-fresh, `whole` the command as it is, which makes
-the first call in a fresh process once more.
+processes that it starts included; ratios of medians. `watched` is --no-fresh, `whole` the command as it is, which
+makes the first call in a fresh process once more.
 """
 
 from __future__ import annotations
