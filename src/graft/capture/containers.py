@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graft.base.errors import DumpError, UsageError
-from graft.ir.program.assignments import refuse_changes
+from graft.ir.program.assignments import refuse_changed_arguments
 from graft.ir.snapshot import ModuleSnapshot, Noted
 
 PLAIN = (dict, OrderedDict, defaultdict, list, tuple, torch.Size)
@@ -209,7 +209,7 @@ def plain_containers(
         result = forward(*args, **kwargs)
         check(result)
         result, taken.template = take_apart(result, results=True)
-        refuse_changes(snapshot, "changes the argument", "return the new values instead")
+        refuse_changed_arguments(snapshot)
         return result
 
     plain.__signature__ = named_signature(forward, kwargs)  # pyrefly: ignore

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import graft
-from graft.base.errors import GradientsRefused, UsageError
+from graft.base.errors import CaptureError, GradientsRefused, UsageError
 
 
 def join(state, **more):
@@ -124,3 +124,22 @@ def test_fields_of_a_dataclass_have_the_order_of_the_class():
     other = object.__new__(Batch)
     other.more, other.ids = {}, x
     assert torch.equal(compiled(other, OrderedDict(a=x)), 2 * x) and len(compiled.variants) == 1
+
+
+def test_a_program_that_reorders_its_argument_is_refused():
+    def plain(d):
+        d["a"] = d.pop("a")
+        return d["a"] + 1
+
+    def ordered(d):
+        d.move_to_end("a")
+        return d["a"] + 1
+
+    def on_a_copy(d):
+        return plain(dict(d))
+
+    x = torch.ones(2)
+    for program, given in ((plain, {"a": x, "b": x}), (ordered, OrderedDict(a=x, b=x))):
+        with pytest.raises(CaptureError, match="changes the order of keys in the argument"):
+            graft.compile(program, (given,))
+    assert torch.equal(graft.compile(on_a_copy, ({"a": x, "b": x},))({"a": x, "b": x}), x + 1)

@@ -65,7 +65,7 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
             traced = dict(module.named_parameters(remove_duplicate=False))
             twins: dict[int, Tensor] = {id(p): traced.get(path, p) for path, p in parameters.items()}
             old, new = assigned(state, real, weights, twins)
-            refuse_changes(given, "changes the argument", "return the new values instead")
+            refuse_changed_arguments(given)
             return write_back(result, old, new) if old else result
         finally:
             state.put_back()
@@ -142,6 +142,21 @@ def refuse_changes(snapshot: ModuleSnapshot, verb: str = "sets", advice: str | N
             for key, _, now in container.changes():
                 dotted = container.path.endswith(".") or not container.path or container.owner is not None
                 refuse(f"{container.path}{key}" if dotted else f"{container.path}[{key!r}]", now, verb, advice)
+
+
+def refuse_changed_arguments(given: ModuleSnapshot) -> None:
+    """Also a dict of which only the order is another: the caller's would keep its own."""
+    refuse_changes(given, "changes the argument", "return the new values instead")
+    for one in given.containers:
+        if (
+            isinstance(one.items, dict)
+            and one.refused
+            and not one.path.endswith(".")
+            and [*one.items] != [*one.saved]
+        ):
+            raise CaptureError(
+                f"forward changes the order of keys in the argument {one.path}: a graph cannot keep it; use a copy"
+            )
 
 
 def refuse(path: str, now: Any, verb: str = "sets", advice: str | None = None) -> None:
