@@ -90,6 +90,53 @@ for kernel in (pairs, newest, plain):
         print(kernel.__name__, name, "fma" if "fma.rn" in code else "rounds")
 """
 
+MIXED = """
+import re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from graft.ops.fused_linear.mixed_gemm import mixed_gemm_kernel
+from graft.ops.fused_linear.mixed_sizes import sizes_for
+
+tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+def described(name, dtype, rows, columns):
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return f"tensordesc<{name}[{rows}, {columns}],{layout!r}>"
+
+def widened(kind, tokens, sums):
+    how = sizes_for(tokens, kind)
+    out = described("bf16", gl.bfloat16, how.tokens, how.rows // 2)
+    signature = dict(w_desc=described("i16", gl.int16, how.rows // 2, 32), scale="*bf16", bias="*bf16")
+    signature |= dict(x_desc=described("bf16", gl.bfloat16, how.tokens, 32), r_desc=out, out_desc=out)
+    signature |= dict(parts="*fp32", arrived="*i32", alpha="fp32")
+    signature |= dict.fromkeys(("n", "units", "groups", "spread", "whole", "splits"), "i32")
+    fixed = dict(ROWS=how.rows, TOKENS=how.tokens, AHEAD=how.ahead, STAGES=how.stages, KIND=kind)
+    fixed |= dict(BIAS=sums, RESIDUAL=sums, PDL=True)
+    names = mixed_gemm_kernel.arg_names
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("scale", "bias", "parts", "arrived", "n")}
+    signature = {name: signature.get(name, "constexpr") for name in names}
+    source = GluonASTSource(mixed_gemm_kernel, signature, fixed, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+KINDS = (("int4", 256, True), ("int8", 64, False), ("int8", 128, True), ("int8", 256, True), ("int4", 128, False))
+for kind in KINDS if sys.argv[1] == "2" else KINDS[:1]:
+    made = widened(*kind)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said, code = (
+            subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+            for what in ("--dump-resource-usage", "--dump-sass")
+        )
+    spilled = re.search(r"STACK:(\\d+).*LOCAL:(\\d+)", said)
+    products, waits = len(re.findall("HGMMA", code)), len(re.findall("WARPGROUP.DEPBAR", code))
+    found = (*kind[:2], "spilled", spilled[1], spilled[2], "waits", waits, "of", products)
+    print("widened", *found, "shared", made.metadata.shared)
+"""
+
 
 @cache
 def compiled(full: bool = FULL) -> subprocess.CompletedProcess[str]:
@@ -97,6 +144,6 @@ def compiled(full: bool = FULL) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with TemporaryDirectory() as folder:
         program = Path(folder, "kernels.py")  # Triton reads the source of its functions
-        program.write_text(ROTATIONS + FLASH)
+        program.write_text(ROTATIONS + FLASH + MIXED)
         command = [sys.executable, str(program), "2" if full else "1"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)

@@ -104,6 +104,56 @@ def test_narrow_is_right_and_again(how, options):
         assert off_by(got.roll(1, -1), args) > 10
 
 
+@pytest.mark.parametrize("weight", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "options",
+    [{"norm": "plain", "activation": "silu"}, {"residual": True, "bias": True}, {}],
+    ids=["gated", "sum", "plain"],
+)
+def test_weights_widened_ahead_of_tensor_cores_are_right_and_again(weight, options):
+    """Tiles that end within rows, tokens and depth; shares of the depth, whose sums are the same bits every time."""
+    kernel = SPEC.kernel("mixed_gemm")
+    for tokens, n, k in (
+        (1, 512, 1152),
+        (64, 1000, 1024),
+        (65, 24, 2056),
+        (128, 4096, 4096),
+        (300, 1536, 4104),
+        (513, 6144, 512),
+    ):
+        args = arguments(LinearCase(tokens, n, k, weight=weight, **options), torch.bfloat16)
+        assert problem_of(kernel, SPEC.call(*args)) is None
+        got = kernel.run(*args)
+        assert off_by(got, args) < 1, (tokens, n, k)
+        assert off_by(got.roll(1, -1), args) > 10
+        for _ in range(3):
+            assert torch.equal(kernel.run(*args), got), (tokens, n, k)
+
+
+@pytest.mark.parametrize("weight", ["int8", "int4"])
+def test_a_chain_of_them_in_a_cuda_graph_waits_for_what_it_reads(weight):
+    """Each kernel begins while the one before it may still write its x."""
+    layers = [arguments(LinearCase(96, 1024, 1024, weight=weight), torch.bfloat16) for _ in range(2)]
+    kernel, first = SPEC.kernel("mixed_gemm"), layers[0][0]
+
+    def chain(x):
+        for layer in layers * 8:
+            x = kernel.run(x, *layer[1:])
+            x = x / x.float().abs().amax().to(x.dtype)
+        return x
+
+    expected, x = chain(first), first.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x)
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(out, expected)
+    x.copy_(first.flip(-2))
+    graph.replay()
+    assert torch.equal(out, chain(first.flip(-2))) and not torch.equal(out, expected)
+
+
 def test_one_row_and_odd_depths():
     for n, k in ((1, 512), (7, 1000), (64, 520), (40, 4100)):
         args = arguments(LinearCase(1, n, k, norm="plain"), torch.bfloat16)

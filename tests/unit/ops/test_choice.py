@@ -316,14 +316,24 @@ def test_rows_are_shared_out_for_the_shape_at_hand():
     ("format", "tokens", "kernel"),
     [
         ("int4", 128, "integer_gemm"), ("int4", 129, "library"), ("int4", 8192, "library"),
-        ("int8", 2047, "integer_gemm"), ("int8", 2048, "library"), ("fp8", 8192, "gemm"),
+        ("int8", 2048, "integer_gemm"), ("int8", 2049, "library"), ("fp8", 8192, "gemm"),
     ],
 )  # fmt: skip
 def test_weights_are_widened_at_once_for_many_tokens(format, tokens, kernel):
-    """What was measured goes first all the same."""
+    """Where Hopper's kernel does not go before. What was measured goes first all the same."""
     shape = LinearShape(4096, 4096, format, False, False)
-    assert choice.picks_of(None, shape, tokens)[0].kernel == kernel
+    kernels = [pick.kernel for pick in choice.picks_of(None, shape, tokens)]
+    assert next(one for one in kernels if one != "mixed_gemm") == kernel
     assert choice.picks_of(Gemm(), shape, tokens)[0] == Pick("gemm", Gemm())
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "plain"])
+def test_weights_are_widened_ahead_of_tensor_cores_for_some_tokens(format):
+    shape = LinearShape(4096, 4096, format, False, False)
+    for tokens in (1, 32, 33, 64, 65, 2048, 2049):
+        some = 33 <= tokens <= 2048 and (format == "int4" or (format == "int8" and tokens != 64))
+        kernels = [pick.kernel for pick in choice.picks_of(None, shape, tokens)]
+        assert ("mixed_gemm" in kernels, kernels[0] == "mixed_gemm") == (some, some), tokens
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 from graft.base.files import cache_dir
 from graft.ops.fused_linear.kinds import (
     INTEGERS,
+    MIXED,
     WIDENED_FROM,
     BalancedGemm,
     Gemm,
@@ -70,6 +71,8 @@ def picks_of(how: How, shape: LinearShape, tokens: int) -> tuple[Pick, ...]:
     usual = (Pick("integer_gemm"), Pick("gemm")) if shape.format in INTEGERS else (Pick("gemm"),)
     if tokens >= WIDENED_FROM.get(shape.format, tokens + 1):
         usual = (Pick("library"), *usual)
+    if tokens in MIXED.get(shape.format, ()):
+        usual = (Pick("mixed_gemm"), *usual)
     default = kind == "default" or (how is None and is_odd(shape))
     return usual if default else (Pick(kind, how), *usual)
 

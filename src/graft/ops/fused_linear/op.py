@@ -24,6 +24,7 @@ from graft.ops.fused_linear.kinds import (
     how_problem,
 )
 from graft.ops.fused_linear.reference import fused_linear, rounds
+from graft.ops.launch import gluon_missing
 from graft.ops.spec import Kernel, OpSpec, Pick, define, native, needs_triton, vector_problem
 from graft.weights.packing import PACKED
 from graft.weights.tiles import tiles_problem
@@ -133,6 +134,26 @@ def integer_gemm_problem(call: Call) -> str | None:
     return gpu_problem(call)
 
 
+def mixed_gemm_problem(call: Call) -> str | None:
+    x, weight = call.x, call.weight
+    if weight.dtype not in (torch.int8, PACKED) or x.dtype is not torch.bfloat16:
+        return f"it multiplies bfloat16 with int8 and int4 weights, not {x.dtype} with {weight.dtype}"
+    if weight.shape[0] % 8 or x.shape[-1] % 8:
+        return f"its copies are of 8 values, of which {weight.shape[0]} rows of {x.shape[-1]} values are no multiple"
+    return gluon_missing(x.device) or gpu_problem(call)
+
+
+def mixed_gemm_call_problem(call: Call) -> str | None:
+    x, residual = call.x, call.residual
+    if not tokens_of(call):
+        return "there are no tokens"
+    rows = x.stride(-1) != 1 or (x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]))
+    others = (t for t in (call.weight, residual) if t is not None)
+    if not rows or any(t.data_ptr() % 16 for t in others):
+        return "it copies 16 bytes at a time, which x, weight and residual must be aligned for"
+    return exact_problem(call)
+
+
 def balanced_gemm_problem(call: Call) -> str | None:
     return gpu_problem(call) if call.scale is None else "it takes plain weights"
 
@@ -183,6 +204,10 @@ def run_integer_gemm(*args: Any, how: IntegerGemm | None = None) -> Tensor:
     return ours.with_rows(lambda call: ours.launch_integer_gemm(call, how or ours.default_integer_gemm(call)), *args)
 
 
+def run_mixed_gemm(*args: Any) -> Tensor:
+    return launches().with_rows(launches().launch_mixed_gemm, *args)
+
+
 def run_balanced_gemm(*args: Any, how: BalancedGemm = BALANCED_GEMM) -> Tensor:
     ours = launches()
     return ours.with_rows(lambda call: ours.launch_balanced_gemm(call, how), *args)
@@ -216,6 +241,7 @@ define(
             Kernel("scaled_mm", "existing", scaled_problem, run_scaled, varies=scaled_call_problem),
             Kernel("matvec", "triton", matvec_problem, run_matvec, varies=matvec_call_problem),
             Kernel("int4_gemm", "triton", int4_gemm_problem, run_int4_gemm, varies=int4_gemm_call_problem),
+            Kernel("mixed_gemm", "triton", mixed_gemm_problem, run_mixed_gemm, varies=mixed_gemm_call_problem),
             Kernel("integer_gemm", "triton", integer_gemm_problem, run_integer_gemm, varies=exact_problem),
             Kernel("balanced_gemm", "triton", balanced_gemm_problem, run_balanced_gemm, varies=exact_problem),
             Kernel("gemm", "triton", gpu_problem, run_gemm, varies=exact_problem),

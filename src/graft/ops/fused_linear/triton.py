@@ -18,11 +18,11 @@ from graft.ops.fused_linear.dequantize import dequantize_triton
 from graft.ops.fused_linear.gemm import gemm_kernel
 from graft.ops.fused_linear.int4_gemm import int4_gemm_kernel
 from graft.ops.fused_linear.integer_gemm import integer_gemm_kernel
-from graft.ops.fused_linear.kinds import INTEGERS, WIDENED_FROM, BalancedGemm, Int4Gemm, IntegerGemm
+from graft.ops.fused_linear.kinds import INTEGERS, MIXED, WIDENED_FROM, BalancedGemm, Int4Gemm, IntegerGemm
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.round_rows import round_rows
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
-from graft.ops.launch import counters, dense_rows, pdl_supported, processors
+from graft.ops.launch import counters, dense_rows, gluon_missing, pdl_supported, processors
 from graft.ops.layer_norm.triton import layer_norm_triton
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.reference import ACTIVATIONS
@@ -105,6 +105,8 @@ def run_as(call: LinearCall, how: How) -> Tensor:
         return launch_integer_gemm(call, how)
     if how is None and call.scale is None:
         return library(call)
+    if how is None and call.x.shape[0] in MIXED.get(call.kind, ()) and gluon_missing(call.x.device) is None:
+        return launch_mixed_gemm(call)
     if how is None and call.x.shape[0] >= WIDENED_FROM.get(call.kind, call.x.shape[0] + 1):
         return library(call)
     if how is None and call.kind in INTEGERS:
@@ -209,6 +211,15 @@ def launch_integer_gemm(call: LinearCall, how: IntegerGemm) -> Tensor:
     return out
 
 
+def launch_mixed_gemm(call: LinearCall) -> Tensor:
+    from graft.ops.fused_linear.mixed_gemm import mixed_gemm
+
+    call = without_norm(call) if call.divided else call
+    if call.activation == "none":
+        return mixed_gemm(call)
+    return finished(call, mixed_gemm(call._replace(residual=None)))
+
+
 def launch_balanced_gemm(call: LinearCall, how: BalancedGemm) -> Tensor:
     call = without_norm(call) if call.divided else call
     if call.x.dtype is torch.float32:  # half as much fits into shared memory
@@ -276,7 +287,11 @@ def library(call: LinearCall) -> Tensor:
         weight = dequantize_triton(words_of(weight), call.scale, call.kind, call.x.shape[1], call.x.dtype)
     if call.residual is not None and call.bias is None and call.activation == "none":
         return torch.addmm(call.residual, call.x, weight.t(), alpha=call.alpha)
-    y = F.linear(call.x, weight, call.bias)
+    return finished(call, F.linear(call.x, weight, call.bias))
+
+
+def finished(call: LinearCall, y: Tensor) -> Tensor:
+    """The product with its bias, activated; and the residual, in kernels of their own."""
     if call.gated:
         gate, up = y.chunk(2, dim=-1)
         y = swiglu_triton(gate, up, call.activation, call.upcast)
