@@ -136,6 +136,18 @@ def module_owned_buffers(device):
     assert compiled.replays.count == 1
 
 
+@torch.no_grad()
+def a_capture_at_the_last_position(device):
+    """Warming up runs it several times: its own counter must not lead beyond the end of the cache."""
+    module = seeded(OwnCaches, device)
+    compiled = graft.compile(copy.deepcopy(module), (token(0, device),), backend="cuda_graph")
+    for state in (module, compiled.graph_module):
+        state.pos.fill_(LENGTH - 1)
+    assert_close(compiled(token(0, device)), module(token(0, device)))
+    state = compiled.graph_module
+    assert_close((state.k, state.v, state.pos), (module.k, module.v, module.pos))
+
+
 def alternating_caches(device):
     module, compiled = compiled_attend(device)
     ours, theirs = [caches(device) for _ in range(2)], [caches(device) for _ in range(2)]
@@ -302,6 +314,7 @@ def containers_and_layouts(device):
 CASES = [
     caller_owned_caches,
     module_owned_buffers,
+    a_capture_at_the_last_position,
     alternating_caches,
     new_shapes,
     another_view_of_the_same_memory,

@@ -14,7 +14,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import graft
-from cuda_graph_cases import CASES, LENGTH, Returns, assert_close, at, caches, check_steps, compiled_attend, token
+from cuda_graph_cases import (
+    CASES,
+    LENGTH,
+    OwnCaches,
+    Returns,
+    assert_close,
+    at,
+    caches,
+    check_steps,
+    compiled_attend,
+    token,
+)
+from graft.api.profile import measure_whole
 from graft.base.errors import CaptureRefused
 
 
@@ -211,6 +223,16 @@ def test_a_call_inside_another_capture_is_refused():
         with pytest.raises(CaptureRefused, match="inside another capture"):
             compiled(x, k, v, pos)
     assert y.shape == x.shape
+
+
+@torch.no_grad()
+def test_a_program_that_counts_is_measured_within_its_cache():
+    """Hundreds of replays: a counter that went on would lead beyond the end, where CUDA ends the process."""
+    module = OwnCaches().cuda()
+    compiled = graft.compile(module, (token(0, "cuda"),), backend="eager")
+    assert measure_whole(compiled.graph_module, (token(0, "cuda"),), repeats=3) > 0
+    torch.cuda.synchronize()
+    assert not compiled.k.any() and compiled.pos.item() == 0
 
 
 HIDDEN_SYNC = """

@@ -58,20 +58,26 @@ def row_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def untouched(written: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Iterator[None]:
+def untouched(written: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Iterator[Callable[[], None]]:
     """What runs inside leaves `written` and the random number generators as they were, errors included.
 
-    The copies need as much free memory as what is written, for the time of a capture only.
+    Gives what puts `written` back, for between two runs: a program may write where a counter of its own says, and the
+    second run would write one further. The copies need as much free memory as what is written, for the time of a
+    capture only.
     """
     addresses = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in written}
     rows = [t if elements_are_apart(t) else row_of(t) for t in addresses.values()]
     saved = [(row, row.clone()) for row in rows]  # all before any is put back: they may overlap
+
+    def put_back() -> None:
+        for row, copy in saved:
+            row.copy_(copy)
+
     with torch.random.fork_rng(devices=devices):
         try:
-            yield
+            yield put_back
         finally:
-            for row, copy in saved:
-                row.copy_(copy)
+            put_back()
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -29,14 +29,20 @@ class CapturedRun:
 
 @dataclass(frozen=True)
 class Capturer:
-    """`capture` warms a function up, captures it, and gives the results in its memory; `check` comes before a
-    call."""
+    """`capture` warms a function up, captures it, and gives the results in its memory; its last argument puts back
+    what a run of it wrote. `check` comes before a call."""
 
-    capture: Callable[[Run, Sequence[Any]], tuple[CapturedRun, Sequence[Any]]]
+    capture: Callable[[Run, Sequence[Any], Callable[[], None]], tuple[CapturedRun, Sequence[Any]]]
     check: Callable[[], None]
 
 
-def keep_direct(run: Run, args: Sequence[Any]) -> tuple[CapturedRun, Sequence[Any]]:
+def warm_up(run: Run, args: Sequence[Any], put_back: Callable[[], None]) -> None:
+    for _ in range(WARM_UPS):
+        run(*args)
+        put_back()
+
+
+def keep_direct(run: Run, args: Sequence[Any], put_back: Callable[[], None]) -> tuple[CapturedRun, Sequence[Any]]:
     """Nothing is captured: a replay calls `run` and copies its results to where the first ones are."""
 
     def replay(args: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> None:
@@ -44,8 +50,7 @@ def keep_direct(run: Run, args: Sequence[Any]) -> tuple[CapturedRun, Sequence[An
         for position, tensor in kept.items():
             storage_bytes(tensor).copy_(storage_bytes(results[position]))  # whole storages: results may be expanded
 
-    for _ in range(WARM_UPS):
-        run(*args)
+    warm_up(run, args, put_back)
     return CapturedRun(replay, nullcontext), run(*args)
 
 
@@ -59,14 +64,13 @@ def cuda_capturer(device: torch.device) -> Capturer:
     (`reuse_outputs`), and replays on two streams would overwrite each other's intermediate values.
     """
 
-    def record(run: Run, args: Sequence[Any]) -> tuple[CapturedRun, Sequence[Any]]:
+    def record(run: Run, args: Sequence[Any], put_back: Callable[[], None]) -> tuple[CapturedRun, Sequence[Any]]:
         graph, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
         side.wait_stream(here)
         try:
             # warm-up and capture on one stream: libraries keep a workspace for each
             with torch.cuda.device(device), torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
-                    run(*args)
+                warm_up(run, args, put_back)
                 outputs = capture(graph, side, run, args)
         finally:
             here.wait_stream(side)

@@ -99,8 +99,8 @@ class Replays:
         written = [args[index] for index in sorted(arguments.written) if isinstance(args[index], torch.Tensor)]
         for index, buffer in staging.items():
             buffer.fill(args[index])  # real values: the warm-up may index with them
-        with untouched(written, [device] if device.type == "cuda" else []):
-            captured, outputs = self._capturer.capture(self._run, fixed)
+        with untouched(written, [device] if device.type == "cuda" else []) as put_back:
+            captured, outputs = self._capturer.capture(self._run, fixed, put_back)
         takes, kept = locate(outputs, fixed)
         self._note(key)
         # Dropping comes after capture, which waits for the device: nothing of the old one is in use any more.
