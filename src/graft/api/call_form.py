@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graft.base.errors import UsageError
 from graft.capture.containers import CallContainers
-from graft.capture.dynamic import conform, key_orders, like, structure
+from graft.capture.dynamic import conform, flat, key_orders, like, structure
 from graft.ir.io.literals import decode_literal, encode_literal
 from graft.ir.program.signature import Leaf
 
@@ -63,6 +63,15 @@ def order_text(given: KeyOrders, known: KeyOrders) -> str:
 
 def values_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*args, *kwargs.values())
+
+
+class Given(NamedTuple):
+    """The arguments of a call, in the form that the graph takes."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: list[Any]  # flat
+    orders: KeyOrders
 
 
 def keeps_order(value: Any, nesting: Any) -> bool:
@@ -156,7 +165,7 @@ class CallForm:
         ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = tuple(p.name for p in known if p.kind in ordered)
         defaults = {p.name: p.default for p in known if isinstance(p.default, PLAIN)}
-        nesting = tuple(structure(value) for value in (*args, *kwargs.values()))
+        nesting = tuple(map(structure, values_of(args, kwargs)))
         named = {p.name for p in known if p.kind is not inspect.Parameter.VAR_KEYWORD}
         extra = () if by_key else tuple(name for name in kwargs if name not in named)
         objects = containers or CallContainers()
@@ -172,13 +181,18 @@ class CallForm:
             args, kwargs = self.rearranged(args, kwargs)
         if self.containers:
             args, kwargs = self.containers.take_apart(args, kwargs)
-        values = (*args, *kwargs.values())
+        values = values_of(args, kwargs)
         if any(self.nesting) or any(isinstance(value, (list, tuple, dict)) for value in values):
             nesting = (*self.nesting[: len(args)], *(self.nesting[len(args) + i] for i in self.places(kwargs)))
             entries = zip(values, nesting, self.names(args, kwargs), strict=True)
             fitted = [conform(*entry, by_key=self.by_key) for entry in entries]
             return tuple(fitted[: len(args)]), dict(zip(kwargs, fitted[len(args) :], strict=True))
         return args, kwargs
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """The call in this form; raises UsageError for others."""
+        args, kwargs = self.apply(args, kwargs)
+        return Given(args, kwargs, flat(args, kwargs), self.key_orders(args, kwargs))
 
     def examples(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Leaf]
@@ -208,8 +222,7 @@ class CallForm:
         """Of arguments in this form, in which order each dict has its keys; nothing where there are none."""
         if not self.ordered:
             return ()
-        values = (*args, *kwargs.values())
-        if tuple(kwargs) == self.keywords and all(map(keeps_order, values, self.nesting)):
+        if tuple(kwargs) == self.keywords and all(map(keeps_order, values_of(args, kwargs), self.nesting)):
             return self.first_orders
         return self.orders_of(args, kwargs)
 

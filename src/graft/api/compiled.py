@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graft.api.call_form import MOST_KINDS, CallForm, calls_of, kind, order_text
+from graft.api.call_form import MOST_KINDS, CallForm, Given, calls_of, kind, order_text
 from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.api.functionalization import joined_record
 from graft.api.gradients import detached_views, late_note, refuse_inputs, requiring, run_honoured, untrained
@@ -165,20 +165,20 @@ class CompiledModule(torch.nn.Module):
             fresh = self.prepare(caches)
             args, kwargs = pack(args, caches), pack(kwargs, caches)
         try:
-            args, kwargs = self.form.apply(args, kwargs)
-            values = flat(args, kwargs)
+            given = self.form.given(args, kwargs)
+            values = given.values
             if transforms_around():
-                named = self.ordered(self.variants[0], args, kwargs, values)
+                named = self.ordered(self.variants[0], given)
                 refuse_func_transforms(named, self.variants[0].names, self.settings.grad)
             if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
                 if out is not None:
                     raise OutRefused("out", "is not for a call that torch.export traces; copy the results there")
-                return self.traced(args, kwargs, values)
+                return self.traced(given)
             if detached:
-                self.meet_gradients(self.ordered(self.variants[0], args, kwargs, values))
+                self.meet_gradients(self.ordered(self.variants[0], given))
             if self._sources is not None:
                 self._sources()
-            variant = self.choose(args, kwargs, values)
+            variant = self.choose(given)
             if self.restart is not None and self.restart.due(variant.names, values):
                 self.reset()
             variant.check(values)
@@ -189,23 +189,23 @@ class CompiledModule(torch.nn.Module):
             self.restart.note(variant.names, values)
         if out is not None:
             return run_into(variant, self.settings, values, out)
-        result = variant.run(values, args, kwargs)
+        result = variant.run(values, given.args, given.kwargs)
         if detached and variant.gives_views:
             result = detached_views(result)
         return hand_back(result, caches, variant.returned) if caches else result
 
-    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Any:
+    def traced(self, given: Given) -> Any:
         """The graph for inputs of these sizes, for torch.export; its guards become those of the trace."""
         if self.cache_count:
             raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
         if self.restart is not None:
             raise UsageError("a module compiled with restart is not traced again: a graph cannot reset itself")
-        found = self.fitting(args, kwargs, values)
+        found = self.fitting(given)
         if isinstance(found, GuardFailed):
             raise UsageError(f"{found}; call the compiled module with such sizes before it is traced")
         if isinstance(found, UsageError):
             raise found
-        return put_together(found.graph_module(*args, **kwargs), found.results)
+        return put_together(found.graph_module(*given.args, **given.kwargs), found.results)
 
     def meet_gradients(self, values: list[Any]) -> None:
         """values: in the order of the first variant."""
@@ -228,36 +228,35 @@ class CompiledModule(torch.nn.Module):
         examples = self._caches or [None] * len(caches)
         return [layer for cache, known in zip(caches, examples, strict=True) for layer in allocate(cache, known)]
 
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
+    def choose(self, given: Given) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
-        kinds = (self.modes(), self.form.key_orders(args, kwargs), *map(kind, values))
+        kinds = (self.modes(), given.orders, *map(kind, given.values))
         known = self._known.get(kinds)
         if known is None:
             if len(self._known) >= MOST_KINDS:
                 self._known.clear()
-            known = self._known[kinds] = self.find(args, kwargs, values)
+            known = self._known[kinds] = self.find(given)
         return known
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
-        found = self.fitting(args, kwargs, values)
+    def find(self, given: Given) -> Variant:
+        found = self.fitting(given)
         if isinstance(found, GuardFailed):
-            return self.capture(args, kwargs, found)
+            return self.capture(given, found)
         if isinstance(found, UsageError):
             raise found
         return found
 
-    def fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant | UsageError:
+    def fitting(self, given: Given) -> Variant | UsageError:
         """The variant that was captured for such inputs, or what is against the first one."""
-        orders = self.form.key_orders(args, kwargs)
+        count, orders = len(given.values), given.orders
         problems: list[UsageError] = []
         modes, others = self.modes(), []
         for variant in self.variants:
-            if len(values) != len(variant.signature.leaves):
-                return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
+            if count != len(variant.signature.leaves):
+                return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {count}")
             same = variant.modes is None or variant.modes == modes
-            given = self.ordered(variant, args, kwargs, values)
             try:
-                variant.signature.check(given)
+                variant.signature.check(self.ordered(variant, given))
             except UsageError as error:
                 (problems if same else others).append(error)
             else:
@@ -270,13 +269,11 @@ class CompiledModule(torch.nn.Module):
                 others.append(GuardFailed(mode_text(paths, modes, variant.modes or ())))
         return (problems or others)[0]
 
-    def ordered(
-        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
-    ) -> list[Any]:
+    def ordered(self, variant: Variant, given: Given) -> list[Any]:
         """The inputs in the order that the variant has them in."""
-        if variant.orders == self.form.key_orders(args, kwargs):
-            return values
-        return flat(*self.form.in_order(args, kwargs, variant.orders))
+        if variant.orders == given.orders:
+            return given.values
+        return flat(*self.form.in_order(given.args, given.kwargs, variant.orders))
 
     def modes(self) -> Modes:
         """Of the modules that ask for theirs, now."""
@@ -293,7 +290,7 @@ class CompiledModule(torch.nn.Module):
         self.training = mode
         return self
 
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
+    def capture(self, given: Given, why: GuardFailed) -> Variant:
         if self._source is None:
             raise UsageError(
                 f"{why}; a loaded module or an exported program cannot be captured again. Call it so"
@@ -313,8 +310,8 @@ class CompiledModule(torch.nn.Module):
             with CAPTURING, use_level(self.settings.level):
                 captured = capture_module(
                     module,
-                    args,
-                    kwargs,
+                    given.args,
+                    given.kwargs,
                     dynamic_shapes,
                     containers=self.form.containers,
                     caches=self._caches,
@@ -323,9 +320,8 @@ class CompiledModule(torch.nn.Module):
                 )
         except CaptureError as error:
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
-        variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
-        orders = self.form.key_orders(args, kwargs)
-        variant = replace(variant, made_by=str(why), modes=self.modes(), orders=orders)
+        variant = build_variant(captured, self.settings, self.report.model, given.values)
+        variant = replace(variant, made_by=str(why), modes=self.modes(), orders=given.orders)
         self.variants.append(variant)
         if self._sources is not None:
             self._sources.watch_memory(module, [known.graph_module for known in self.variants])
@@ -358,8 +354,8 @@ class CompiledModule(torch.nn.Module):
         frozen, self.frozen, self._warming = self.frozen, False, True
         try:
             for args, kwargs in calls_of(calls):
-                args, kwargs = self.form.apply(*self.form.examples(args, kwargs, self.variants[0].signature.leaves))
-                self.choose(args, kwargs, flat(args, kwargs))
+                examples = self.form.examples(args, kwargs, self.variants[0].signature.leaves)
+                self.choose(self.form.given(*examples))
         finally:
             self.frozen, self._warming = frozen, False
 

@@ -264,20 +264,20 @@ def run_honoured(compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[s
     """A call whose results carry gradients, if any input or any parameter requires them."""
     run = partial(compiled.run, args, kwargs)
     module, containers = compiled.source, compiled.form.containers
-    plain = compiled.form.apply(args, kwargs)
-    values = pytree.tree_leaves(plain)
+    given = compiled.form.given(args, kwargs)
+    values = given.values
     if transforms_around():
-        named = compiled.ordered(compiled.variants[0], *plain, values)
+        named = compiled.ordered(compiled.variants[0], given)
         refuse_func_transforms(named, compiled.variants[0].names, "honour")
     inputs = list({id(t): t for t in values if isinstance(t, Tensor)}.values())
     state = trained(compiled)
     if not any(t.requires_grad for t in (*inputs, *state)):
         return run()
     random = RandomState.now([*inputs, *state]) if compiled.samples else None
-    call = HonouredCall(run, module, plain, containers, inputs, random)
+    call = HonouredCall(run, module, (given.args, given.kwargs), containers, inputs, random)
     key = (
         compiled.modes(),
-        compiled.form.key_orders(*plain),
+        given.orders,
         *map(kind, values),
         *(t.requires_grad for t in (*inputs, *state)),
     )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import graft
+from graft.api.call_form import CallForm
 from graft.base.errors import CaptureError, GradientsRefused, UsageError
 
 
@@ -143,3 +144,16 @@ def test_a_program_that_reorders_its_argument_is_refused():
         with pytest.raises(CaptureError, match="changes the order of keys in the argument"):
             graft.compile(program, (given,))
     assert torch.equal(graft.compile(on_a_copy, ({"a": x, "b": x},))({"a": x, "b": x}), x + 1)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_call_looks_at_its_keys_once(gradients, monkeypatch):
+    looked, look = [], CallForm.key_orders
+    compiled = graft.compile(join, ({"all": {"a": torch.zeros(2), "b": torch.ones(2)}},))
+    monkeypatch.setattr(CallForm, "key_orders", lambda *args: looked.append(1) or look(*args))
+    with torch.set_grad_enabled(gradients):
+        for keys in ("ab", "ba"):
+            given = {"all": {key: torch.full((2,), float(ord(key))) for key in keys}}
+            compiled(given)
+            looked.clear()
+            assert torch.equal(compiled(given), join(given)) and len(looked) == 1
