@@ -27,6 +27,7 @@ from graft.backends.inductor import (
     FUSION_PASS,
     CachedPass,
     apart_from_dynamo,
+    compiles_ahead,
     decompositions,
     inductor_patches,
     refuse_named_kernels,
@@ -34,6 +35,7 @@ from graft.backends.inductor import (
     static_inputs,
 )
 from graft.backends.inductor_caches import cache_hits
+from graft.backends.ops_apart import own_ops, take_apart
 from graft.ir.branches import mark_weights
 from graft.ir.canonical.normal_form import sweep
 from graft.ir.checks import drop_restated_metadata
@@ -60,11 +62,16 @@ WALK = (
 
 
 def passes_for_inductor(
-    config: str | Path | Mapping[str, Any] | PipelineConfig | None = None, *, options: Mapping[str, Any] | None = None
+    config: str | Path | Mapping[str, Any] | PipelineConfig | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    standalone: bool = False,
 ) -> dict[str, Any]:
     """Options for torch.compile, or `inductor_configs` for AOTInductor. Inductor's caches stay on.
 
     `options`: the caller's own for Inductor, in which custom passes run before graft's.
+    `standalone`: what is compiled needs nothing of graft's when it runs, as a package for C++: graft's ops are taken
+    apart into those of their references, of which Inductor makes code of its own.
 
     Transforms that read such graphs run (patterns do); the others are reported as skipped. Reports:
     `graft.inductor_reports()`.
@@ -72,8 +79,9 @@ def passes_for_inductor(
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
     refuse_named_kernels(settings.kernels)
     OBSERVERS[OBSERVER] = record_fix
+    key = pass_key(settings) + " standalone" * standalone
     asked = InductorSettings(options=options or {}, fix=settings.transforms[FIX].enabled, observer=OBSERVER)
-    return inductor_patches(asked, {FUSION_PASS: CachedPass(pass_key(settings), partial(run_fusions, settings))})
+    return inductor_patches(asked, {FUSION_PASS: CachedPass(key, partial(run_fusions, settings, standalone))})
 
 
 def record_fix(graph: Graph, fixed: FunctionalizationReport | None) -> None:
@@ -120,7 +128,7 @@ def inductor_level() -> DecompositionLevel:
     return DecompositionLevel("inductor", decompositions())
 
 
-def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
+def run_fusions(settings: PipelineConfig, standalone: bool, graph: Graph) -> None:
     """The pass: fuses on a canonical copy, then makes the same changes in `graph`.
 
     AOTInductor's graphs come from torch.export and restate dtype and device behind every cast, as a second reader of
@@ -137,7 +145,22 @@ def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
     if matches:
         replaced = dict(pair for match in matches for pair in match.successors)
         repeat_changes(graph, copy.graph, replaced, swept | {old for match in matches for old in match.replaced})
-    _reports.append(Report(f"inductor_{len(_reports)}", records))
+    notes = op_notes(graph, standalone)
+    _reports.append(Report(f"inductor_{len(_reports)}", records, notes=notes))
+
+
+def op_notes(graph: Graph, standalone: bool) -> tuple[str, ...]:
+    """What becomes of graft's ops, where that is not what it is in every process that runs Python."""
+    ops = take_apart(graph) if standalone else own_ops(graph) if compiles_ahead() else {}
+    listed = ", ".join(f"{name} ({count})" for name, count in sorted(ops.items()))
+    if not ops:
+        return ()
+    if standalone:
+        return (f"standalone: taken apart into the ops of their references, which Inductor compiles: {listed}",)
+    return (
+        f"aot_inductor: the package calls {listed}, which Python registers: import graft.ops where it is loaded, or"
+        " make it with passes_for_inductor(standalone=True), for C++ as well",
+    )
 
 
 def run_transform(gm: GraphModule, name: str, settings: PipelineConfig) -> TransformRecord:

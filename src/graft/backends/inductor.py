@@ -277,6 +277,13 @@ def static_inputs() -> list[int]:
     return list(metadata.static_input_indices) if metadata is not None else []
 
 
+def compiles_ahead() -> bool:
+    """Whether AOTInductor compiles right now: what it makes may run in another process, without Python."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
+
+
 # ── what tests look at ──────────────────────────────────────────────────────────────────────────────────────────
 
 

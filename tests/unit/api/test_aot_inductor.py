@@ -6,16 +6,21 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graft
 from graft.backends.inductor import FUSION_PASS, CachedPass
 from graft.backends.inductor_caches import without_caches
+from graft.backends.ops_apart import own_ops, take_apart
+from graft.base.errors import GraphRefused
 from graft.models.load import load_model
 from graft.models.registry import families
 from inductor_cases import compilations
@@ -45,14 +50,15 @@ class Stopped(Exception):
     """Raised where Inductor would go on to generate code, which takes half a minute."""
 
 
-def fused(compile_with):
+def fused(compile_with, **settings):
     """How often each transform matched in a compilation that ends behind graft's pass."""
-    options = graft.passes_for_inductor()
+    options = graft.passes_for_inductor(**settings)
     own = options[FUSION_PASS]
 
     def run(graph):
         own(graph)
         assert "_assert_tensor_metadata" not in str(graph)
+        assert ("graft." in str(graph)) != settings.get("standalone", False)
         graph.lint()
         raise Stopped
 
@@ -71,6 +77,51 @@ def test_aot_inductor_fuses_what_torch_compile_fuses(dtype):
     torch._dynamo.reset()
     jit = fused(lambda options: torch.compile(module, options=options)(x))
     assert aot == jit and aot["fuse_rms_norm"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_standalone_package_has_the_fusions_and_none_of_grafts_ops(dtype):
+    program = torch.export.export(Norms(dtype).requires_grad_(False), (torch.randn(4, 8, dtype=dtype),))
+    found = [fused(partial(packaged, program), standalone=alone) for alone in (False, True)]
+    assert found[0] == found[1] == {"fuse_rms_norm": 1, "fuse_layer_norm": 1, "fuse_swiglu": 1}
+    needs, alone = (report.notes[0] for report in compilations()[-2:])
+    told = "graft::layer_norm (1), graft::rms_norm (1), graft::swiglu (1)"
+    assert needs.startswith(f"aot_inductor: the package calls {told}, which Python registers: import graft.ops")
+    assert alone == f"standalone: taken apart into the ops of their references, which Inductor compiles: {told}"
+
+
+def packaged(program, options):
+    torch._inductor.aoti_compile_and_package(program, inductor_configs=options)
+
+
+class Ops(nn.Module):
+    """Calls of graft's ops in the program itself: several results, keywords, options, a norm that adds."""
+
+    def forward(self, x, w):
+        summed, row = torch.ops.graft.add_rms_norm(x, x * 2, w, 1e-5)
+        return torch.ops.graft.swiglu(summed, row, activation="gelu_tanh"), row.t()
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_ops_that_a_program_calls_itself_are_taken_apart_too(mode):
+    x, w = torch.randn(4, 8), torch.rand(8)
+    graph = make_fx(Ops(), tracing_mode=mode)(x, w)
+    assert sum(own_ops(graph.graph).values()) == 2
+    found = take_apart(graph.graph)
+    graph.recompile()
+    assert found == {"graft::add_rms_norm": 1, "graft::swiglu": 1} and not own_ops(graph.graph)
+    x = torch.randn(4 if mode == "fake" else 6, 8)
+    torch.testing.assert_close(graph(x, w), Ops()(x, w))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(graph(x, w * 1.001), Ops()(x, w))
+
+
+def test_an_op_that_writes_is_not_taken_apart():
+    graph = Graph()
+    node = graph.call_function(torch.ops.graft.rope_kv_write.default, (graph.placeholder("x"),))
+    graph.output(node)
+    with pytest.raises(GraphRefused, match="calls graft::rope_kv_write, which writes its arguments"):
+        take_apart(graph)
 
 
 class Branches(nn.Module):
@@ -110,17 +161,24 @@ def test_every_family_fuses_the_same_on_both(family):
     torch._dynamo.reset()
     jit = fused(lambda options: torch.compile(model, options=options)(ids, use_cache=False))
     assert aot == jit and aot
+    alone = fused(partial(packaged, program), standalone=True)
+    assert alone == aot
 
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """A package with graft's ops and one without, and what the module gives call after call."""
+    """Packages with graft's ops, with those taken apart, and without, and what the module gives call after call."""
+    kinds = {
+        "fused": graft.passes_for_inductor(),
+        "alone": graft.passes_for_inductor(standalone=True),
+        "fixed": graft.fix_functionalization(),
+    }
     folder = tmp_path_factory.mktemp("packages")
     torch.manual_seed(0)
     module, x = Norms(torch.float32).requires_grad_(False), torch.ones(4, 8)
     program = torch.export.export(copy.deepcopy(module), (x,))
     with torch.no_grad():
-        for name, options in (("fused", graft.passes_for_inductor()), ("fixed", graft.fix_functionalization())):
+        for name, options in kinds.items():
             path = str(folder / f"{name}.pt2")
             torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         return folder, [module(x).square().sum().item() for _ in range(CALLS)]
@@ -135,7 +193,8 @@ def numbers(*command):
 
 IN_PYTHON = """
 import sys, torch
-import graft.ops
+if sys.argv[3] == "fused":
+    import graft.ops
 package = torch._inductor.aoti_load_package(sys.argv[1])
 for _ in range(int(sys.argv[2])):
     print(package(torch.ones(4, 8)).square().sum().item())
@@ -143,10 +202,10 @@ for _ in range(int(sys.argv[2])):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["fused", "fixed"])
+@pytest.mark.parametrize("name", ["fused", "alone", "fixed"])
 def test_a_package_with_written_buffers_runs_in_a_fresh_process(packages, name):
     folder, expected = packages
-    ran = numbers(sys.executable, "-c", IN_PYTHON, str(folder / f"{name}.pt2"), str(CALLS))
+    ran = numbers(sys.executable, "-c", IN_PYTHON, str(folder / f"{name}.pt2"), str(CALLS), name)
     assert ran.returncode == 0, ran.stderr
     assert [float(line) for line in ran.stdout.split()] == pytest.approx(expected, rel=1e-5)
     assert expected[0] != pytest.approx(expected[1], rel=1e-5)  # the buffer is seen
@@ -217,8 +276,9 @@ def test_a_package_runs_without_python_where_it_has_no_ops_of_grafts(packages, t
         is_python_module=False,
         is_standalone=True,
     )
-    ran = numbers(runner, str(folder / "fixed.pt2"), str(CALLS))
-    assert ran.returncode == 0, ran.stderr
-    assert [float(line) for line in ran.stdout.split()] == pytest.approx(expected, rel=1e-5)
+    for name in ("fixed", "alone"):
+        ran = numbers(runner, str(folder / f"{name}.pt2"), str(CALLS))
+        assert ran.returncode == 0, ran.stderr
+        assert [float(line) for line in ran.stdout.split()] == pytest.approx(expected, rel=1e-5)
     ran = numbers(runner, str(folder / "fused.pt2"), str(CALLS))  # graft registers its ops in Python
     assert ran.returncode == 1 and "graft::" in ran.stderr
