@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -68,6 +69,98 @@ def test_state_that_is_written_is_followed():
         module.inner[0].weight.mul_(2)
     module.load_state_dict({name: tensor + 1 for name, tensor in module.state_dict().items()})
     assert torch.equal(compiled(torch.ones(3)), module(torch.ones(3)))
+
+
+SHARE = 0.5
+
+
+@dataclass
+class Options:
+    power: int = 2
+
+    def raised(self, x: torch.Tensor) -> torch.Tensor:
+        return x**self.power
+
+
+class Reads(nn.Module):
+    """Everything that code can read beside tensors, and layers of torch's that read numbers of their own."""
+
+    offset = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.5)
+        self.rest = nn.Sequential(nn.ReLU())
+        self.options, self.factors, self.table, self.half = Options(), [2.0, 3.0], {"add": (1, 2)}, 0.5
+        self.bias: torch.Tensor | None = None
+        self.plain, self.activation = torch.ones(3), torch.sin
+        self.hook = self.rest[0].register_forward_hook(lambda _, __, y: y * 2)
+        self.used_by_nobody = [1]
+
+    @property
+    def halved(self) -> float:
+        return self.half
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.rest(self.drop(self.norm(x))) * self.factors[0] + self.table["add"][0] + self.offset * self.halved
+        y = self.activation(y) if self.bias is None else y + self.bias
+        return self.options.raised(y) * SHARE * self.plain
+
+
+READ: dict[str, tuple[Callable[[Reads], object], str]] = {
+    "of a layer of torch": (lambda m: setattr(m.drop, "p", 0.1), r"attribute drop.p was set to 0.1 \(the graph"),
+    "of another": (lambda m: setattr(m.norm, "momentum", None), "attribute norm.momentum was set to None"),
+    "None": (lambda m: setattr(m, "bias", torch.ones(3)), "attribute bias was set to tensor"),
+    "in a list": (lambda m: m.factors.__setitem__(0, 9.0), r"attribute factors was set to \[9.0, 3.0\]"),
+    "in a dict": (lambda m: m.table.update(add=(5, 2)), "attribute table was set to"),
+    "in an object": (lambda m: setattr(m.options, "power", 3), r"attribute options.power was set to 3"),
+    "of a class": (lambda _: setattr(Reads, "offset", 2.0), r"attribute Reads.offset was set to 2.0"),
+    "over that of a class": (lambda m: setattr(m, "offset", 2.0), "offset was set to 2.0 .*that of its class"),
+    "in a property": (lambda m: setattr(m, "half", 1.0), "attribute half was set to 1.0"),
+    "a function": (lambda m: setattr(m, "activation", torch.cos), "attribute activation was replaced"),
+    "a tensor": (lambda m: setattr(m, "plain", torch.zeros(3)), "attribute plain was replaced"),
+    "outside": (lambda _: globals().update(SHARE=0.25), r"variable SHARE was set to 0.25 \(the graph holds 0.5\)"),
+    "a module more": (lambda m: m.rest.append(nn.Tanh()), r"module rest got or lost submodules \(1 before, 2 now"),
+    "a hook less": (lambda m: m.hook.remove(), "module rest.0 lost a hook"),
+    "a forward": (lambda m: setattr(m.rest, "forward", lambda x: x), "forward of one of its modules was replaced"),
+    "forward of a class": (lambda _: setattr(Reads, "forward", lambda _, x: x), "method Reads.forward was replaced"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_whatever_the_code_reads_is_refused_when_it_changes(name, monkeypatch):
+    change, message = READ[name]
+    monkeypatch.setattr(Reads, "offset", 1.0)  # all three are put back
+    monkeypatch.setattr(Reads, "forward", Reads.forward)
+    monkeypatch.setitem(globals(), "SHARE", 0.5)
+    module, x = Reads().train(), torch.randn(4, 3)
+    compiled = graft.compile(module, (x,), backend="eager")
+    module.used_by_nobody.append(2)
+    module.factors, module.half = [2.0, 3.0], float("0.5")  # equal
+    compiled(x)
+    change(module)
+    with pytest.raises(ChangedModule, match=message):
+        compiled(x)
+
+
+def test_what_a_function_closes_over_is_refused_when_it_changes():
+    scale, weight, kept = 2.0, torch.ones(3), [1.0]
+
+    def program(x):
+        return x * scale + weight + kept[0]
+
+    compiled = graft.compile(program, (torch.ones(3),))
+    weight.add_(1)  # written: followed
+    assert torch.equal(compiled(torch.ones(3)), program(torch.ones(3)))
+    kept[0] = 5.0
+    with pytest.raises(ChangedModule, match=r"kept was set to \[5.0\]"):
+        compiled(torch.ones(3))
+    kept[0], scale = 1.0, 3.0
+    with pytest.raises(ChangedModule, match=r"variable scale was set to 3.0"):
+        compiled(torch.ones(3))
+    scale, weight = 2.0, torch.zeros(3)
+    with pytest.raises(ChangedModule, match="variable weight was replaced"):
+        compiled(torch.ones(3))
 
 
 class Gated(nn.Module):

@@ -33,41 +33,78 @@ def global_names(function: types.FunctionType) -> set[str]:
     return names
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a variable is: a name in a table, or the cell of an enclosing function."""
+
+    name: str
+    value: Any
+    table: dict[str, Any]
+    cell: types.CellType | None = None
+
+    def put(self, value: Any) -> None:
+        if self.cell is not None:
+            self.cell.cell_contents = value
+        else:
+            self.table[self.name] = value
+
+
 def variables(module: torch.nn.Module) -> list[Variable]:
     """What the program's code looks up, each place once."""
-    found: dict[tuple[int, str], Variable] = {}
+    return [Variable(place.value, place.put) for place in places(module)]
+
+
+def places(module: torch.nn.Module) -> list[Place]:
+    found: dict[tuple[int, str], Place] = {}
     waiting, seen = list(functions(module)), set()
     while waiting:
         function = waiting.pop()
         if id(function) in seen:
             continue
         seen.add(id(function))
-        for key, variable in looked_up(function):
-            found[key] = variable
-            value = variable.value
+        for key, place in looked_up(function):
+            found[key] = place
+            value = place.value
             if isinstance(value, types.FunctionType) and value.__module__ == function.__module__:
                 waiting.append(value)
     return list(found.values())
 
 
-def looked_up(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Variable]]:
-    for cell in function.__closure__ or ():
+def looked_up(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Place]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != types.CellType():  # filled
-            yield (id(cell), ""), Variable(cell.cell_contents, functools.partial(setattr, cell, "cell_contents"))
+            yield (id(cell), ""), Place(name, cell.cell_contents, {}, cell)
     table = function.__globals__
     for name in global_names(function) & table.keys():
-        yield (id(table), name), Variable(table[name], functools.partial(table.__setitem__, name))
+        yield (id(table), name), Place(name, table[name], table)
 
 
 def functions(module: torch.nn.Module) -> Iterator[types.FunctionType]:
+    for _, function in methods(module):
+        yield function
+
+
+def methods(module: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+    """Methods and properties of the program's own classes, by their names; the forward of a plain function."""
     classes = {base for part in module.modules() for base in type(part).__mro__}
-    own = [base for base in classes if base.__module__.partition(".")[0] not in ("torch", "builtins")]
-    methods = [value for base in own for value in vars(base).values()]
-    forwards = [vars(part)["forward"] for part in module.modules() if "forward" in vars(part)]  # of a plain function
-    for value in (*methods, *forwards):
-        value = inspect.unwrap(value) if callable(value) else value
-        while isinstance(value, functools.partial):
-            value = value.func
-        value = getattr(value, "__func__", value)
-        if isinstance(value, types.FunctionType):
-            yield value
+    for base in classes:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            yield from methods_of(base)
+    for part in module.modules():
+        if "forward" in vars(part):
+            yield from named("forward", vars(part)["forward"])
+
+
+def methods_of(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    for name, value in list(vars(kind).items()):
+        yield from named(name, value)
+
+
+def named(name: str, value: Any) -> Iterator[tuple[str, types.FunctionType]]:
+    value = value.fget if isinstance(value, property) else value
+    value = inspect.unwrap(value) if callable(value) else value
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    if isinstance(value, types.FunctionType):
+        yield name, value
