@@ -15,6 +15,7 @@ from graft.base.errors import UsageError
 from graft.capture.containers import CallContainers
 from graft.capture.dynamic import conform, flat, key_orders, like, structure
 from graft.ir.io.literals import decode_literal, encode_literal
+from graft.ir.program.identity import line_that_compares
 from graft.ir.program.signature import Leaf
 
 KeyOrders = tuple[tuple[str, tuple[Any, ...]], ...]  # of each dict among the arguments: its name and its keys
@@ -28,7 +29,8 @@ def kind(value: Any) -> Any:
     """All of an input that decides which graph is right for it."""
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
-        return value.dtype, value.device, value.shape, value.is_contiguous() if strided else value.layout
+        lies = (value.is_contiguous() or value.stride()) if strided else value.layout
+        return value.dtype, value.device, value.shape, lies
     return type(value), repr(value) if isinstance(value, float) else value
 
 
@@ -150,6 +152,7 @@ class CallForm:
     containers: CallContainers = field(default_factory=CallContainers)  # objects among the arguments
     extra: tuple[str, ...] = ()  # of the keywords those that `**kwargs` takes
     by_key: bool = False  # the order of keys is of no matter: a graph was captured before
+    compares: str = ""  # the line at which the program compares objects by `is`
 
     @staticmethod
     def of(
@@ -169,7 +172,8 @@ class CallForm:
         named = {p.name for p in known if p.kind is not inspect.Parameter.VAR_KEYWORD}
         extra = () if by_key else tuple(name for name in kwargs if name not in named)
         objects = containers or CallContainers()
-        return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting, objects, extra, by_key)
+        compares = "" if by_key else line_that_compares(module)
+        return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting, objects, extra, by_key, compares)
 
     def takes(self, name: str) -> bool:
         """Whether the program has an argument of this name."""
@@ -285,5 +289,6 @@ class CallForm:
         lists: dict[str, Any] = {name: tuple(data.get(name, ())) for name in ("keywords", "parameters", "extra")}
         lists["by_key"] = data.get("by_key", True)  # so it was when modules were saved without
         lists["nesting"] = tuple(map(nesting_from_data, data["nesting"]))
+        lists["compares"] = data.get("compares", "")
         containers = CallContainers.from_data(data.get("containers", NO_CONTAINERS))
         return CallForm(data["positional"], defaults=data["defaults"], containers=containers, **lists)

@@ -29,6 +29,7 @@ from graft.capture.module import capture_module
 from graft.capture.static_cache import find_caches, initialize, pack
 from graft.capture.unsupported import refuse_deques, refuse_nested, refuse_scripts
 from graft.ir.nodes import placeholders
+from graft.ir.program.identity import refuse_one_tensor_twice
 from graft.ir.trace import taken_apart, use_level
 from graft.memory.initial import initial_values, written_buffers
 from graft.memory.positions import position_inputs
@@ -71,13 +72,15 @@ def compile_module(
     caches = find_caches((args, kwargs))
     initialize(module, *containers.put_together(args, kwargs), caches)
     packed = pack(args, caches), pack(kwargs, caches)
+    form = CallForm.of(module, *packed, containers)
+    if form.compares:
+        refuse_one_tensor_twice(values, names, form.compares)
     keep = partial(keep_sizes, settings.backend)
     with use_level(settings.level):
         captured = capture_module(
             module, *packed, dynamic_shapes, containers=containers, caches=caches, keep_sizes=keep
         )
     variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
-    form = CallForm.of(module, *packed, containers)
     variant = replace(variant, modes=parts.now(), orders=form.key_orders(*packed))
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
     compiled._parts, compiled.training = parts, module.training

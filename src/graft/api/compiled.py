@@ -30,6 +30,7 @@ from graft.capture.containers import put_together
 from graft.capture.dynamic import flat
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, pack, release
+from graft.ir.program.identity import refuse_one_tensor_twice
 from graft.ir.trace import use_level
 from graft.memory.alias_map import Alias
 from graft.memory.initial import Initial, initial_values, written_buffers
@@ -167,9 +168,7 @@ class CompiledModule(torch.nn.Module):
         try:
             given = self.form.given(args, kwargs)
             values = given.values
-            if transforms_around():
-                named = self.ordered(self.variants[0], given)
-                refuse_func_transforms(named, self.variants[0].names, self.settings.grad)
+            self.refuse_inputs(given)
             if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
                 if out is not None:
                     raise OutRefused("out", "is not for a call that torch.export traces; copy the results there")
@@ -193,6 +192,14 @@ class CompiledModule(torch.nn.Module):
         if detached and variant.gives_views:
             result = detached_views(result)
         return hand_back(result, caches, variant.returned) if caches else result
+
+    def refuse_inputs(self, given: Given) -> None:
+        """Raises for what no graph is for, whatever sizes it has."""
+        if self.form.compares:
+            refuse_one_tensor_twice(self.ordered(self.variants[0], given), self.variants[0].names, self.form.compares)
+        if transforms_around():
+            named = self.ordered(self.variants[0], given)
+            refuse_func_transforms(named, self.variants[0].names, self.settings.grad)
 
     def traced(self, given: Given) -> Any:
         """The graph for inputs of these sizes, for torch.export; its guards become those of the trace."""
@@ -231,6 +238,8 @@ class CompiledModule(torch.nn.Module):
     def choose(self, given: Given) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
         kinds = (self.modes(), given.orders, *map(kind, given.values))
+        if any(variant.signature.asks_offset for variant in self.variants):
+            kinds += tuple(v.storage_offset() if isinstance(v, torch.Tensor) else None for v in given.values)
         known = self._known.get(kinds)
         if known is None:
             if len(self._known) >= MOST_KINDS:

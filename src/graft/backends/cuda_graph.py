@@ -22,8 +22,8 @@ from graft.backends.keys import Arguments, ModuleTensors
 from graft.backends.lowered import Lowered
 from graft.backends.nvtx import NOTE, ranges_on
 from graft.backends.replay import Replays
-from graft.ir.effects import mutated_roots
-from graft.ir.nodes import leaves, output_node, placeholders
+from graft.ir.effects import mutated_roots, storage_root
+from graft.ir.nodes import OpOverload, leaves, output_node, placeholders
 from graft.ops.ran import gathered
 
 
@@ -46,7 +46,14 @@ def arguments_of(gm: GraphModule, state: tuple[str, ...], device: torch.device) 
     written = {index for index, node in enumerate(inputs) if node in roots}
     written |= {len(inputs) + state.index(str(node.target)) for node in roots if node.op == "get_attr"}
     names = tuple(node.name for node in inputs)
-    return Arguments(names, ModuleTensors(gm, state, device), frozenset(written), device)
+    strided = {storage_root(node) for node in gm.graph.nodes if isinstance(node.target, OpOverload) and strides(node)}
+    placed = {index for index, node in enumerate(inputs) if node in strided} - written
+    return Arguments(names, ModuleTensors(gm, state, device), frozenset(written), device, frozenset(placed))
+
+
+def strides(node: Node) -> bool:
+    """Whether it reads memory by strides of its own, which may lie outside of its argument."""
+    return node.target._schema.name.startswith("aten::as_strided")
 
 
 def results(graph: Graph) -> list[Node]:
@@ -88,6 +95,9 @@ def shell_of(gm: GraphModule, replays: Replays) -> GraphModule:
 def notes(arguments: Arguments, reuse_outputs: bool) -> tuple[str, ...]:
     bound = [arguments.name(index) for index in sorted(arguments.written)]
     lines = [f"cuda_graph: written in place, bound by address: {', '.join(bound) or 'nothing'}"]
+    if arguments.placed:
+        names = ", ".join(arguments.name(index) for index in sorted(arguments.placed))
+        lines.append(f"cuda_graph: bound by address, as as_strided counts from the start of the storage: {names}")
     if reuse_outputs:
         lines.append("cuda_graph: the next replay overwrites the outputs (reuse_outputs)")
     if arguments.device.type == "cpu":

@@ -112,6 +112,7 @@ class Arguments:
     state: ModuleTensors
     written: frozenset[int]  # positions of the arguments whose memory the graph writes
     device: torch.device
+    placed: frozenset[int] = frozenset()  # those that `as_strided` reads, from the start of their storage
 
     def name(self, index: int) -> str:
         count = len(self.inputs)
@@ -133,6 +134,8 @@ class Arguments:
                 )
             elif index in self.written or address_of(arg) in shared:
                 tokens.append(bound(arg))
+            elif index in self.placed:
+                tokens.append((BOUND, (arg.data_ptr(), address_of(arg)), layout(arg)))
             else:
                 tokens.append((STAGED, None, layout(arg)))
         return Key(tuple(tokens), *self.state.key(args[count:]))

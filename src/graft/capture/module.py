@@ -101,9 +101,8 @@ def capture_plain(
     notes = (*call.notes, *lengths)
     given = flat(args, kwargs)
     signature = read_signature(gm, given, names)
-    asked = {index: given[index].is_contiguous() for index in call.positions.layouts}
     known = tuple(
-        replace(leaf, contiguous=asked.get(index), counts=bool(caches) and is_counter(leaf.name))
+        replace(leaf, **call.asked(index, given[index]), counts=bool(caches) and is_counter(leaf.name))
         for index, leaf in enumerate(signature.leaves)
     )
     signature = replace(signature, leaves=known, names=dim_names(asked_specs, known))
@@ -159,6 +158,17 @@ class CaptureCall:
     def bound(self) -> dict[str, Any]:
         return bound_arguments(self.module, self.args, self.kwargs)
 
+    def asked(self, index: int, given: Any) -> dict[str, Any]:
+        """What the program has asked about how an input lies in memory, and the answers for the example."""
+        positions, found = self.positions, {}
+        if index in positions.layouts:
+            found["contiguous"] = given.is_contiguous()
+        if index in positions.strides and not given.is_contiguous():  # else they follow from the sizes
+            found["strides"] = given.stride()
+        if index in positions.offsets:
+            found["offset"] = given.storage_offset()
+        return found
+
     def export(self, specs: Any, freed: Sequence[tuple[int, int]] = ()) -> GraphModule:
         """`freed`: (input, dim) of lengths that graft made dynamic; those that are equal here have to stay equal.
 
@@ -172,6 +182,7 @@ class CaptureCall:
         def tie(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values = flat(args, kwargs)
             found = {storage_id(v): i for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
+            self.positions.values = values
             self.positions.inputs = {memory: index for memory, index in found.items() if memory is not None}
             for (first, dim), *others in groups.values():
                 for other, dim_at in others:

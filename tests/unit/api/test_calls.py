@@ -104,6 +104,99 @@ def test_a_copy_that_contiguous_makes_is_not_forgotten(backend):
     assert len(compiled.variants) == 2 and any("not contiguous" in note for note in compiled.report.notes)
 
 
+def strides(x):
+    return x.stride(1) * x, x.sum() * x.stride()[0]
+
+
+def views(x):
+    y = x.t().contiguous()
+    y.add_(1)
+    return y, x[:, ::2].is_contiguous()
+
+
+def channels(x):
+    return x.is_contiguous(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last) + 1
+
+
+LAYOUTS = {
+    strides: [torch.ones(3, 4), torch.ones(4, 3).t(), torch.ones(3, 8)[:, ::2], torch.ones(4, 3).t()],
+    views: [torch.ones(3, 4), torch.ones(4, 3).t(), torch.ones(3, 8)[:, ::2]],
+    channels: [torch.ones(2, 3, 4, 4), torch.ones(2, 4, 4, 3).permute(0, 3, 1, 2), torch.ones(2, 3, 4, 4).mT],
+}
+
+
+@pytest.mark.parametrize("program", LAYOUTS)
+@pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
+def test_what_a_program_reads_of_strides_is_that_of_the_call(program, backend, tmp_path):
+    """The second and the third are not contiguous, each in its own way."""
+    values = LAYOUTS[program]
+    compiled = graft.compile(program, (values[0],), backend=backend)
+    for value in values:
+        for given in (value, value.clone()):
+            got, wanted = compiled(copy.deepcopy(given)), program(copy.deepcopy(given))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+            assert [t.stride() for t in got if isinstance(t, torch.Tensor)] == [
+                t.stride() for t in wanted if isinstance(t, torch.Tensor)
+            ]
+    assert len(compiled.variants) == 3
+    compiled.save(tmp_path / "saved")
+    loaded = graft.load(tmp_path / "saved")
+    pairs = [[call(copy.deepcopy(value)) for value in values] for call in (loaded, program)]
+    torch.testing.assert_close(*pairs, rtol=0, atol=0)
+    with pytest.raises(UsageError, match="contiguous, which the program asks for"):
+        loaded(torch.ones(2, 3, 8, 4)[:, :, ::2] if program is channels else torch.ones(3, 12)[:, ::3])
+
+
+@pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
+def test_where_a_tensor_starts_is_that_of_the_call(backend):
+    def program(x):
+        return x.storage_offset() + x, x.as_strided((2,), (1,), 1)
+
+    memory = torch.arange(12.0)
+    compiled = graft.compile(program, (memory[:6],), backend=backend)
+    for start in (0, 2, 4, 2):
+        torch.testing.assert_close(compiled(memory[start : start + 6]), program(memory[start : start + 6]))
+    assert compiled.variants[1].made_by == "input x starts at 2 of its storage, which the program asks for"
+    assert len(compiled.variants) == 3
+    other = torch.arange(20.0, 32.0)
+    torch.testing.assert_close(compiled(other[2:8]), program(other[2:8]))
+
+
+def attend(query, key=None):
+    if key is None or query is key:
+        return query * 10
+    return query + key
+
+
+def compares_parts(pairs):
+    return sum(a * 2 if a is b else a - b for a, b in pairs)
+
+
+def test_a_program_that_compares_objects_takes_no_tensor_twice(tmp_path):
+    """The graph has the answer for different ones, and gave that result."""
+    x = torch.ones(3)
+    compiled = graft.compile(attend, (x, torch.ones(3)))
+    compiled.save(tmp_path / "saved")
+    for call in (compiled, graft.load(tmp_path / "saved")):
+        assert torch.equal(call(x, x.view_as(x)), attend(x, torch.ones(3)))
+        with pytest.raises(UsageError, match=r"query and key are one tensor, and .* by `is` \(test_calls.py:\d+\)"):
+            call(x, x)
+    with pytest.raises(UsageError, match="query and key are one tensor"):
+        graft.compile(attend, (x, x))
+    parts = graft.compile(compares_parts, ([(x, torch.ones(3)), (x + 1, x + 2)],))
+    with pytest.raises(UsageError, match=r"pairs\[1\]\[0\] and pairs\[1\]\[1\] are one tensor"):
+        y = x + 1
+        parts([(x, torch.ones(3)), (y, y)])
+
+
+def test_one_tensor_twice_is_taken_where_nothing_is_compared():
+    def program(x, y, mode=None):
+        return x * y if mode is None else x
+
+    x = torch.full((3,), 2.0)
+    assert torch.equal(graft.compile(program, (x, x))(x, x), x * x)
+
+
 def test_layouts_that_nobody_asks_for_need_no_variant():
     class Plain(nn.Module):
         def forward(self, cache, x):

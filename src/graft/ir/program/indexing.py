@@ -12,6 +12,8 @@ elements of `x` for the most that there can be, and a graph asserts that.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,17 +32,21 @@ def is_scalar_index(item: object) -> bool:
 class TensorPositions(TorchFunctionMode):
     """Within it, `tensor[index] = value` takes 0-d tensors in `index` without reading them.
 
-    It also notes in whose memory `contiguous()` and `is_contiguous()` were asked for: the answer is not in the graph.
+    It also notes in whose memory `contiguous()`, `stride()` and `storage_offset()` were asked for: the answer is a
+    number in the graph, or is not in it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.inputs: dict[int | None, int] = {}  # memory → number of the input
-        self.layouts: set[int] = set()  # inputs whose layout the program has asked for
+        self.values: list[Any] = []  # the inputs
+        self.layouts: set[int] = set()  # inputs of which the program has asked whether they are contiguous
+        self.strides: set[int] = set()  # those of whose strides it asked more
+        self.offsets: set[int] = set()  # those of which it asked where they start in their storage
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in LAYOUT and self.inputs and asked_by_program():
-            self.layouts |= {self.inputs[m] for m in (storage_id(args[0]),) if m in self.inputs}
+            self.note(func, args, kwargs or {})
         if func is Tensor.__setitem__:
             target, index, value = args
             items = list(index) if isinstance(index, tuple) else [index]
@@ -54,18 +60,36 @@ class TensorPositions(TorchFunctionMode):
             args, kwargs = arguments_of_masked(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def note(self, func: Any, args: Any, kwargs: Any) -> None:
+        index = self.inputs.get(storage_id(args[0]))
+        if index is None:
+            return
+        if func is Tensor.storage_offset:
+            self.offsets.add(index)
+            return
+        self.layouts.add(index)
+        plain = {torch.contiguous_format} >= {*args[1:], *kwargs.values()}
+        if func is Tensor.stride or not plain or args[0] is not self.values[index]:
+            self.strides.add(index)
+
 
 MASKED = (torch.masked_select, Tensor.masked_select)
-LAYOUT = (Tensor.contiguous, Tensor.is_contiguous)
+LAYOUT = (Tensor.contiguous, Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset)
+OWN = str(Path(__file__).parents[2])
 MODES = ("non_strict_utils.py", "proxy_tensor.py", "overrides.py")  # what torch puts between a program and this mode
 
 
 def asked_by_program() -> bool:
-    """The call comes from the program and not from torch, which asks whenever it computes strides."""
+    """The call comes from the program and not from torch, which asks whenever it computes strides, nor from here."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.endswith(MODES):
+    while frame is not None and between(frame):
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(TORCH)
+    return frame is not None and not frame.f_code.co_filename.startswith((TORCH, OWN))
+
+
+def between(frame: FrameType) -> bool:
+    """It is of torch's handing on to modes, or of another mode."""
+    return frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.endswith(MODES)
 
 
 def arguments_of_masked(input: Tensor, mask: Tensor, **rest: Any) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import ceil, floor, inf
 from typing import Any
@@ -76,6 +76,8 @@ class Leaf:
     value: Any = None
     symbolic: bool = False  # `value` is an expression over symbols
     contiguous: bool | None = None  # whether it was, where the program has asked
+    strides: tuple[int, ...] | None = None  # those of a contiguous one follow from its sizes
+    offset: int | None = None  # where it started in its storage, where the program has asked
     layout: str = "strided"
     counts: bool = False  # changes from call to call: another value takes another way, and is no mistake
 
@@ -109,6 +111,7 @@ class Signature:
             Leaf(**entry | {"shape": tuple(entry["shape"]), "value": decode_literal(entry["value"])})
             for entry in data["leaves"]
         ]
+        leaves = [replace(leaf, strides=leaf.strides and tuple(leaf.strides)) for leaf in leaves]
         ranges = {symbol: (low, high) for symbol, (low, high) in data["ranges"].items()}
         return Signature(tuple(leaves), tuple(data["guards"]), ranges, data.get("names", {}))
 
@@ -122,6 +125,11 @@ class Signature:
         dims = (dim for leaf in self.leaves for dim in leaf.shape if isinstance(dim, str))
         values = (leaf.value for leaf in self.leaves if leaf.symbolic)
         return {text: compile_expression(text) for text in (*self.guards, *dims, *values)}
+
+    @cached_property
+    def asks_offset(self) -> bool:
+        """Whether the graph is for tensors that start where the example's did in their storages."""
+        return any(leaf.offset is not None for leaf in self.leaves)
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
@@ -140,9 +148,8 @@ class Signature:
             if problem:
                 advice = "" if leaf.counts else "; compile again, with dynamic_shapes where sizes vary"
                 raise (GuardFailed if leaf.counts else UsageError)(f"input {leaf.name} {problem}{advice}")
-            if leaf.contiguous is not None and value.is_contiguous() != leaf.contiguous:
-                now = "contiguous" if value.is_contiguous() else "not contiguous"
-                raise GuardFailed(f"input {leaf.name} is {now}, which the program asks for")
+            if lies := layout_problem(leaf, value):
+                raise GuardFailed(f"input {leaf.name} {lies}, which the program asks for")
             for location, expression, size in free_sizes(leaf, value):
                 if SYMBOL.fullmatch(expression) and expression not in bound:
                     bound[expression] = size
@@ -206,6 +213,16 @@ def kind_problem(leaf: Leaf, dtype: torch.dtype | None, value: Any) -> str | Non
     fixed = [size for size, known in zip(value.shape, leaf.shape, strict=False) if isinstance(known, int)]
     if value.dim() != len(leaf.shape) or sizes != fixed:
         return f"has the shape {tuple(value.shape)}, but was captured as {leaf.text()}"
+    return None
+
+
+def layout_problem(leaf: Leaf, value: Any) -> str | None:
+    if leaf.contiguous is not None and value.is_contiguous() != leaf.contiguous:
+        return "is contiguous" if value.is_contiguous() else "is not contiguous"
+    if leaf.strides is not None and value.stride() != leaf.strides:
+        return f"has the strides {value.stride()}"
+    if leaf.offset is not None and value.storage_offset() != leaf.offset:
+        return f"starts at {value.storage_offset()} of its storage"
     return None
 
 
