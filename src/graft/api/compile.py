@@ -20,6 +20,7 @@ from graft.api.program import capture_program
 from graft.api.restart import restart_notes, restart_of, unasked_notes
 from graft.api.surroundings import ModeParts, refuse_autocast
 from graft.api.variant import VariantSettings, build_variant, devices_of
+from graft.api.watched import answers
 from graft.backends.select import keep_sizes
 from graft.base.errors import UsageError
 from graft.capture.containers import shapes_by_name, take_call_apart
@@ -80,13 +81,13 @@ def compile_module(
         captured = capture_module(
             module, *packed, dynamic_shapes, containers=containers, caches=caches, keep_sizes=keep
         )
+    captured = replace(captured, notes=(*captured.notes, *answers(module)))
     variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
     variant = replace(variant, modes=parts.now(), orders=form.key_orders(*packed))
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
     compiled._parts, compiled.training = parts, module.training
     compiled.untrained += untrained(module, compiled.graph_module)
-    # a cuda_graph looks up its state itself, and is captured again for another
-    compiled._sources = ModuleCheck(module, "code" if variant.backend == "cuda_graph" else "all")
+    compiled._sources = ModuleCheck(module)
     compiled._sources.watch_memory(module, [variant.graph_module])
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
     return begin_anew(compiled, settings.restart)

@@ -22,10 +22,10 @@ CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 class ModuleCheck:
     """Raises when something is another than the graph is bound to, or fixed to. 40 ns an entry.
 
-    `what`: a graph module has "state" and no Python code of its own; "code" is all but the tensors.
+    `what`: a graph module has "state" and no Python code of its own.
     """
 
-    def __init__(self, module: torch.nn.Module, what: Literal["all", "state", "code"] = "all") -> None:
+    def __init__(self, module: torch.nn.Module, what: Literal["all", "state"] = "all") -> None:
         parts, own = list(module.named_modules()), what != "state"
         read = watched(module) if own else Watched()
         self.known = [*(entry for path, part in parts for entry in entries(path, part, what)), *read.entries]
@@ -82,7 +82,7 @@ def part_name(path: str) -> str:
 
 def entries(path: str, part: torch.nn.Module, what: str) -> Iterator[Entry]:
     dot = f"{path}." if path else ""
-    for table, kind in STATE.items() if what != "code" else ():
+    for table, kind in STATE.items():
         for name, tensor in vars(part)[table].items():
             yield vars(part)[table], name, tensor, f"{dot}{name}", kind
     if what == "state":

@@ -28,7 +28,7 @@ from graft.ir.canonical.normal_form import is_random
 from graft.ir.effects import storage_root
 from graft.ir.io.pytrees import nesting, result_names, unflatten
 from graft.ir.nodes import leaves, outlives_call, output_node, placeholders
-from graft.ir.program.gradient_flags import gradients_asked
+from graft.ir.program.gradient_flags import gradients_asked, questions_asked
 from graft.ir.program.signature import Signature
 from graft.ir.trace import EXPORT, DecompositionLevel, use_level
 from graft.memory.alias_map import Alias, state_records
@@ -161,6 +161,7 @@ def build_variant(
     gm = captured.graph_module
     context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
     training, unwritten, marked = trainable(gm), uninitialised_notes(gm), gradients_asked(gm)
+    asked = [f"asked: forward reads {what}; the graph has the answer of its capture" for what in questions_asked(gm)]
     donate(gm, captured.signature.names_of_inputs, settings.donate)
     with use_level(settings.level):
         last = compute_in_place(captured.signature.names_of_inputs, settings.donate, settings.backend)
@@ -170,6 +171,7 @@ def build_variant(
         *unwritten,
         *decomposition_notes(settings.level),
         *gradient_notes(settings.grad, list(training), marked),
+        *asked,
     )
     variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
     if settings.grad == "honour":

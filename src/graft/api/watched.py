@@ -22,6 +22,12 @@ Entry = tuple[Any, str, Any, str, str]  # table, key, what it holds, the path, a
 SIMPLE = (*NUMBERS, types.NoneType)
 MOST_ITEMS = 64  # of a list that is compared before every call
 OWN_TABLES = MODULE_TABLES | {"training"}  # a mode is a variant
+# What code asks about its surroundings, and what the graph takes for the answer
+ANSWERS = {
+    "is_grad_enabled": "no",
+    "is_inference_mode_enabled": "no",
+    "get_default_dtype": "the one that it was captured in",
+}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -78,6 +84,16 @@ def watched(module: torch.nn.Module) -> Watched:
     for place in places(module):
         add_place(found, place, own)
     return found
+
+
+def answers(module: torch.nn.Module) -> list[str]:
+    """Notes on what the program's code asks about its surroundings, where the graph has one answer for all calls."""
+    names = names_read([*methods(module), *hooks_of(module)])
+    return [
+        f"asked: forward asks for {name}(); in the graph the answer is {answer}"
+        for name, answer in ANSWERS.items()
+        if name in names
+    ]
 
 
 def add_place(found: Watched, place: Place, names: set[str]) -> None:

@@ -28,7 +28,7 @@ from graft.ir.program.assigned_weights import AssignedWeights, refuse_reads, wit
 from graft.ir.program.assignments import assignments_as_writes
 from graft.ir.program.frames import forward_frames
 from graft.ir.program.generators import MARK, OTHER, generators_kept, refuse_new_generators, refuse_seeds
-from graft.ir.program.gradient_flags import META, GradientFlags
+from graft.ir.program.gradient_flags import META, QUESTIONS, GradientFlags
 from graft.ir.program.indexing import TensorPositions
 from graft.ir.program.node_values import values_alone
 from graft.ir.program.results import keep_results_apart, result_objects
@@ -143,7 +143,7 @@ def export_once(
         raise CaptureError(why_not_captured(module, error)) from error
     gm = program_graph(program, module)
     refuse_new_generators(gm, generators)
-    gm.meta[META] = tuple(flags.lines)
+    gm.meta[META], gm.meta[QUESTIONS] = tuple(flags.lines), tuple(flags.asked)
     return gm, generators
 
 

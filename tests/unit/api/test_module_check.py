@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -51,7 +52,9 @@ CHANGES: dict[str, tuple[Callable[[Scaled], object], type[UsageError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "backend"), [*((name, "eager") for name in CHANGES), ("number", "cuda_graph")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*product(CHANGES, ["eager"]), *product(["number", "weight"], ["cuda_graph"])]
+)
 def test_what_the_graph_does_not_follow_is_refused(name, backend):
     change, error, message = CHANGES[name]
     module, compiled = made(backend)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -127,3 +129,38 @@ def test_autocast_around_a_call_is_refused():
 
     inside = graft.compile(forward, (X,), backend="eager")(X)
     assert inside.dtype is torch.bfloat16 and torch.equal(inside, forward(X))
+
+
+def by_gradients(x):
+    return x * 2 if torch.is_grad_enabled() else x * 3
+
+
+def by_inference(x):
+    return x * 2 if torch.is_inference_mode_enabled() else x * 3
+
+
+def by_flag(x):
+    return x * 2 if x.requires_grad else x * 3
+
+
+def by_bit(x):
+    return x * 2 if x.is_conj() else x * 3
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (by_gradients, r"forward asks for is_grad_enabled\(\); in the graph the answer is no"),
+        (by_inference, r"forward asks for is_inference_mode_enabled\(\); in the graph the answer is no"),
+        (
+            by_flag,
+            r"forward reads requires_grad \(test_surroundings.py:\d+\); the graph has the answer of its capture",
+        ),
+        (by_bit, r"forward reads is_conj\(\) \(test_surroundings.py:\d+\); the graph has the answer of its capture"),
+        (lambda x: x * 2, None),
+    ],
+)
+def test_what_a_program_asks_about_a_call_and_a_graph_cannot_is_told(program, told):
+    compiled = graft.compile(program, (torch.ones(3),))
+    found = [note for note in compiled.report.notes if note.startswith("asked: ")]
+    assert [bool(re.fullmatch(f"asked: {told}", note)) for note in found] == [True] * bool(told)

@@ -2,8 +2,9 @@
 
     y = (x * 2).requires_grad_(); return y * 3           eager's result has gradients, a graph's has none
     with torch.enable_grad(): y.requires_grad_(); …      gradients that the program takes itself, which are traced
+    y = x * 2 if x.requires_grad else x * 3              eager's answer differs by the call, a graph has one
 
-The first kind is kept in the graph's `meta`, line by line: whoever compiles says so.
+The first and the last kind are kept in the graph's `meta`, line by line: whoever compiles says so.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from torch.overrides import TorchFunctionMode
 from graft.ir.program.callers import is_torch, line_of
 
 META = "gradients_asked"
+QUESTIONS = "asked_of_tensors"
 SETS: Any = vars(Tensor.__base__)["requires_grad"].__set__
 MARKS = (Tensor.requires_grad_, SETS)
+FLAGS: Any = {vars(Tensor.__base__)[name].__get__: name for name in ("requires_grad", "is_leaf", "grad_fn")}
+ASKS = FLAGS | {getattr(Tensor, name): f"{name}()" for name in ("is_conj", "is_neg", "is_inference")}
 
 
 class GradientFlags(TorchFunctionMode):
@@ -31,6 +35,7 @@ class GradientFlags(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.lines: dict[str, None] = {}  # in order
+        self.asked: dict[str, None] = {}  # what the program asks about a tensor that is no matter of its values
 
     def __torch_function__(
         self,
@@ -43,6 +48,8 @@ class GradientFlags(TorchFunctionMode):
             frame = program_frame()
             if frame is not None:
                 self.lines[line_of(frame)] = None
+        if func in ASKS and not torch.is_grad_enabled() and (frame := program_frame()) is not None:
+            self.asked[f"{ASKS[func]} ({line_of(frame)})"] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -51,11 +58,17 @@ def asked(tensor: Tensor, requires_grad: bool = True) -> bool:  # noqa: ARG001
 
 
 def program_frame() -> FrameType | None:
-    """Who marks it; None: torch itself, for parameters that it stands in for."""
+    """Who marks or asks; None: torch or graft itself, for tensors that it stands in for."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":  # torch's own modes
         frame = frame.f_back
-    return None if is_torch(frame) else frame
+    own = frame is not None and str(frame.f_globals.get("__name__")).startswith("graft.")
+    return None if own or is_torch(frame) else frame
+
+
+def questions_asked(gm: GraphModule) -> tuple[str, ...]:
+    """What the program asked about tensors in this trace, each with its line."""
+    return tuple(gm.meta.get(QUESTIONS, ()))
 
 
 def gradients_asked(gm: GraphModule) -> tuple[str, ...]:
