@@ -25,6 +25,7 @@ PRIVATE_ALLOWED = {
     "memory/inductor_fix/functionalization.py",
     *(f"stages/{name}.py" for name in ("trace", "tell", "dynamo", "functional", "post_grad", "scheduling")),
     *(f"stages/{name}.py" for name in ("guards", "kernels", "runtime", "caches", "buckets", "recompiles", "origins")),
+    *(f"stages/{name}.py" for name in ("autotune", "cudagraphs")),
     *("ir/constants.py", "ir/trace.py"),  # dispatch modes have no public names
     "ir/program/host_samples.py",  # Dynamo's table of numpy's functions
 }

@@ -6,6 +6,7 @@ ColdTimer       one call on a GPU that finds nothing in the cache, issued while 
 replay_seconds  a replay of a CUDA graph
 graph_seconds   one call of several in a row inside a CUDA graph: launches cost what they cost in a decode step
 call_seconds    cpu_seconds or graph_seconds, as the device asks
+replay_times, graph_times, call_times: all the times that those are the medians of
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def replay_seconds(replay: Work, repeats: int = REPEATS, *, replays: int = 1, warm_up: int = 3) -> float:
-    """The median of stretches of `replays` on the current stream; one of them, by the device's events."""
+    return statistics.median(replay_times(replay, repeats, replays=replays, warm_up=warm_up))
+
+
+def replay_times(replay: Work, repeats: int = REPEATS, *, replays: int = 1, warm_up: int = 3) -> list[float]:
+    """Of one replay, in stretches of `replays` on the current stream, by the device's events."""
     times = []
     for _ in range(warm_up + repeats):
         begin, end = event_pair()
@@ -69,10 +74,14 @@ def replay_seconds(replay: Work, repeats: int = REPEATS, *, replays: int = 1, wa
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / replays)
-    return statistics.median(times[warm_up:])
+    return times[warm_up:]
 
 
 def graph_seconds(work: Work, device: torch.device, repeats: int = REPEATS, *, in_a_row: int = 1) -> float:
+    return statistics.median(graph_times(work, device, repeats, in_a_row=in_a_row))
+
+
+def graph_times(work: Work, device: torch.device, repeats: int = REPEATS, *, in_a_row: int = 1) -> list[float]:
     """One of `in_a_row` calls that are one CUDA graph."""
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
@@ -84,13 +93,17 @@ def graph_seconds(work: Work, device: torch.device, repeats: int = REPEATS, *, i
         with torch.cuda.graph(graph):
             for _ in range(in_a_row):
                 work()
-        return replay_seconds(graph.replay, repeats) / in_a_row
+        return [time / in_a_row for time in replay_times(graph.replay, repeats)]
 
 
 def call_seconds(work: Work, device: torch.device, repeats: int = REPEATS, *, in_a_row: int = 1) -> float:
+    return statistics.median(call_times(work, device, repeats, in_a_row=in_a_row))
+
+
+def call_times(work: Work, device: torch.device, repeats: int = REPEATS, *, in_a_row: int = 1) -> list[float]:
     if device.type == "cuda":
-        return graph_seconds(work, device, repeats, in_a_row=in_a_row)
-    return cpu_seconds(work, repeats, in_a_row=in_a_row)
+        return graph_times(work, device, repeats, in_a_row=in_a_row)
+    return clocked(work, repeats, in_a_row=in_a_row)
 
 
 class ColdTimer:

@@ -22,12 +22,14 @@ from torch.fx.passes.split_module import split_module
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
 from graft.stages.bucket_story import BucketCall, BucketStory, PieceCompiled
 from graft.stages.caches import KINDS, own_caches
+from graft.stages.cudagraphs import SeenCudagraphs, final
 from graft.stages.ends import first_line
 from graft.stages.kernels import read_source
 from graft.stages.needs import Reached
 from graft.stages.recompiles import SeenFailures, read_recompilations, watch_failures
-from graft.stages.runtime import SeenRuntime, watch_runtime
+from graft.stages.runtime import watch_runtime
 from graft.stages.story import StoryEnd
+from graft.stages.story_code import CudagraphRecord
 from graft.stages.tell import Keeper, device_of
 from graft.stages.trace import TraceCollector, tracing_rows
 
@@ -41,7 +43,7 @@ class BucketRun:
     split_at: tuple[str, ...]
     options: Mapping[str, Any]
     trace: TraceCollector
-    runtime: SeenRuntime
+    runtime: SeenCudagraphs
     size: int = 0
     traces: int = 0
     reused: int = 0
@@ -68,15 +70,20 @@ class SizedPiece(torch.nn.Module):
         self.made: dict[int, Callable[..., Any]] = {}
 
     def forward(self, *args: Any) -> Any:
-        if self.run.size in self.made:
-            self.run.reused += 1
-        else:
-            self.made[self.run.size] = self.compiled(args)
-        return self.made[self.run.size](*[a for a in args if isinstance(a, torch.Tensor)])
+        run = self.run
+        run.runtime.around = piece_name(run.size, self.number)
+        try:
+            if run.size in self.made:
+                run.reused += 1
+            else:
+                self.made[run.size] = self.compiled(args)
+            return self.made[run.size](*[a for a in args if isinstance(a, torch.Tensor)])
+        finally:
+            run.runtime.around = ""
 
     def compiled(self, args: Sequence[Any]) -> Callable[..., Any]:
         run = self.run
-        rows, records, started = len(run.trace.rows), len(run.runtime.cudagraphs), time.perf_counter()
+        rows, records, started = len(run.trace.rows), len(run.runtime.records), time.perf_counter()
         tensors: list[Any] = [a for a in args if isinstance(a, torch.Tensor)]
         with torch._inductor.config.patch(dict(run.options)):
             made = torch._inductor.standalone_compile(
@@ -89,11 +96,23 @@ class SizedPiece(torch.nn.Module):
         how = "out of the cache" if any(outcome == "hit" for _, outcome in outcomes) else "compiled"
         code = seen.of("inductor_output_code")
         kernels = sum(1 for _ in read_source(code[-1].payload)) if code else 0
-        graphs = run.runtime.cudagraphs[records:]
+        graphs = run.runtime.records[records:]
         captured = bool(graphs) and all(one.recorded for one in graphs)
         reason = next((one.reason for one in graphs if one.reason), "")
         run.compiled.append(PieceCompiled(run.size, self.number, how, seconds, kernels, captured, reason))
         return made
+
+
+def piece_name(size: int, number: int) -> str:
+    return f"piece {number} for {size}"
+
+
+def settled(seen: SeenCudagraphs, one: PieceCompiled) -> PieceCompiled:
+    """After all calls: whether it was recorded, which the second call of its size does."""
+    if not one.captured:
+        return one
+    record = final(CudagraphRecord(piece_name(one.size, one.piece), asked=True, recorded=True), seen)
+    return replace(one, captured=record.recorded, reason=record.reason)
 
 
 def split_graph(gm: GraphModule, split_at: Sequence[str]) -> tuple[GraphModule, list[str]]:
@@ -153,7 +172,7 @@ def tell_buckets(
     story = BucketStory(target or getattr(function, "__name__", ""), torch.__version__, device, tuple(split_at))
     made: list[BucketCall] = []
     end: StoryEnd | None = None
-    seen, failures = SeenRuntime(), SeenFailures()
+    seen, failures = SeenCudagraphs(), SeenFailures()
     reset_compiler()
     try:
         with (
@@ -174,6 +193,7 @@ def tell_buckets(
             except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a program raises ends its story, and is told there
                 end = StoryEnd(0, f"calling size {run.size}", first_line(error))
             found = read_recompilations(trace, failures)
+            made = [replace(one, compiled=tuple(settled(seen, piece) for piece in one.compiled)) for one in made]
     finally:
         reset_compiler()
     return replace(

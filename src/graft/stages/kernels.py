@@ -12,21 +12,23 @@ from typing import Any
 import torch
 import torch._inductor.config
 
+from graft.stages.autotune import SeenChoices, configs_of, single_choices, why_no_choices
 from graft.stages.needs import swapped
 from graft.stages.origins import NEEDS as ORIGINS
 from graft.stages.origins import computed_nodes
-from graft.stages.story import AutotuneRecord, KernelRecord, KernelStage, StageGraph
+from graft.stages.story import StageGraph
+from graft.stages.story_code import KernelRecord, KernelStage
 from graft.stages.trace import TraceCollector, current_graph
 
 WRITTEN = "set_kernel_post_grad_provenance_tracing"
 NEEDS = (
-    "torch._inductor.select_algorithm:get_algorithm_selector_cache",
     "torch._inductor.config:trace.provenance_tracking_level",
     *(f"torch._inductor.{module}:{WRITTEN}" for module in ("debug", "codegen.cpp", "codegen.triton")),
     *ORIGINS,
 )
 WRAPPED = "inductor_entry_impl("  # the function of C++ that calls the kernels, where Python does not
 IN_CPP = re.compile(r'^extern "C"\s+void\s+(\w+)\([^;{]*\)\n\{\n.*?^\}', re.M | re.S)
+TEMPLATE_TILE = re.compile(r"^\s+(BLOCK_[MNK])\s*: tl\.constexpr = (\d+)", re.M)
 IN_WRAPPER = "C++ calls it: option cpp_wrapper"
 NO_GPU = "registers and spills: of Triton kernels on a GPU; this run was on {device}"
 
@@ -44,32 +46,20 @@ class GeneratedKernel:
 class SeenKernels:
     """launches: as the code for them is written, each with the nodes that it computes."""
 
-    choices: list[AutotuneRecord] = field(default_factory=list)
     launches: list[tuple[str, str, tuple[str, ...]]] = field(default_factory=list)  # graph, kernel, nodes
 
 
 @contextmanager
 def watch_kernels(seen: SeenKernels) -> Iterator[None]:
-    """Inductor says which part of its IR each kernel is written for, and what autotuning measured."""
+    """Inductor says which part of its IR each kernel is written for."""
     from torch._inductor import debug
     from torch._inductor.codegen import cpp, triton
-    from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
-    def save(timings: Mapping[Any, float], name: str, *_rest: Any, **_more: Any) -> None:
-        ms = {getattr(choice, "name", str(choice)): float(time) for choice, time in timings.items()}
-        ordered = dict(sorted(ms.items(), key=lambda item: item[1]))
-        seen.choices.append(AutotuneRecord(current_graph(), name, ordered))
-
-    cache = get_algorithm_selector_cache()
-    cache.add_feedback_saver(save)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch._inductor.config.patch({"trace.provenance_tracking_level": 1}))
-            for module in (debug, cpp, triton):  # the latter two have imported it
-                stack.enter_context(swapped(module, WRITTEN, lambda before: noting_launches(before, seen)))
-            yield
-    finally:
-        cache.feedback_saver_fns.remove(save)
+    with ExitStack() as stack:
+        stack.enter_context(torch._inductor.config.patch({"trace.provenance_tracking_level": 1}))
+        for module in (debug, cpp, triton):  # the latter two have imported it
+            stack.enter_context(swapped(module, WRITTEN, lambda before: noting_launches(before, seen)))
+        yield
 
 
 def noting_launches(before: Callable[..., Any], seen: SeenKernels) -> Callable[..., Any]:
@@ -117,6 +107,7 @@ def dotted(node: ast.AST) -> str:
 
 def kernel_stage(
     seen: SeenKernels,
+    choices: SeenChoices,
     trace: TraceCollector,
     last: Sequence[StageGraph],
     device: str,
@@ -130,16 +121,27 @@ def kernel_stage(
     resources = NO_GPU.format(device=device) if not device.startswith("cuda") else ""
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
     kernels = tuple(with_time(one, measured.get((one.graph, one.name))) for one in found)
-    return KernelStage(kernels=kernels, choices=tuple(seen.choices), resources=resources, code=code)
+    configs = configs_of(choices, kernels)
+    return KernelStage(
+        kernels=kernels, choices=tuple(choices.timed), configs=configs, single=single_choices(choices),
+        autotuning=why_no_choices(choices, configs, device), resources=resources, code=code,
+    )  # fmt: skip
 
 
 def with_time(kernel: KernelRecord, found: Any) -> KernelRecord:
     if found is None:
         return kernel
     return replace(
-        kernel, us=found.us, not_timed=found.problem, arguments=found.arguments, registers=found.registers,
-        spills=found.spills, shared=found.shared, tile=found.tile,
+        kernel, us=found.us, us_range=found.us_range, not_timed=found.problem, arguments=found.arguments,
+        registers=found.registers, spills=found.spills, shared=found.shared,
+        tile=", ".join(filter(None, (template_tile(kernel.source), found.tile))),
     )  # fmt: skip
+
+
+def template_tile(source: str) -> str:
+    """`BLOCK_M 64, BLOCK_N 32, BLOCK_K 128` of a matmul from a template, in whose source they are constants."""
+    found = dict(TEMPLATE_TILE.findall(source))
+    return ", ".join(f"{name} {found[name]}" for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K") if name in found)
 
 
 def launches_of(seen: SeenKernels, graph: str) -> dict[str, list[tuple[str, ...]]]:

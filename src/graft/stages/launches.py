@@ -1,7 +1,7 @@
-"""Generated code while it runs: which kernels a graph launches with what, how long each takes alone, what it writes.
+"""Generated code while it runs: which kernels a graph launches with what, and what each launch writes.
 
 A generated module calls its kernels by global names. For one call of it those names are replaced by ones that note
-what they were called with; each kernel is then called again by itself, and timed.
+what they were called with.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from typing import Any
 
 import torch
 
-from graft.base.timers import call_seconds
-from graft.stages.kernels import GeneratedKernel, read_source
+from graft.stages.kernels import GeneratedKernel
 from graft.stages.runtime import RunnableGraph
-from graft.stages.story import ValueRecord
-from graft.stages.trace import TraceCollector
+from graft.stages.story_code import ValueRecord
 
 NAMESPACES = ("extern_kernels", "aten", "torch")  # what a module calls that is not generated
-IN_A_ROW, REPEATS, TRIES = 5, 7, 4  # the least of four medians: what else a machine does only adds to a time
-CHANGES = "a second call makes other whole numbers (a position, a random number), so it is not called again and again"
 
 
 @dataclass
@@ -41,35 +37,6 @@ class NotedLaunch:
         if "stream" in given:  # Triton's launches name their stream, which is another one inside of a capture
             given["stream"] = torch.cuda.current_stream().cuda_stream
         return self.function(*self.args, **given)
-
-
-@dataclass(frozen=True)
-class MeasuredKernel:
-    """us: of one launch alone, its data in the cache; 0 with a problem where it was not measured."""
-
-    us: float = 0.0
-    problem: str = ""
-    arguments: tuple[str, ...] = ()
-    registers: int | None = None
-    spills: int | None = None
-    shared: int | None = None
-    tile: str = ""
-
-
-def measure_graphs(
-    graphs: Sequence[RunnableGraph], trace: TraceCollector, *, values: bool = False
-) -> tuple[dict[tuple[str, str], MeasuredKernel], tuple[ValueRecord, ...]]:
-    """For each kernel of each graph how long it takes; with `values`, also what every launch wrote."""
-    measured: dict[tuple[str, str], MeasuredKernel] = {}
-    written: list[ValueRecord] = []
-    code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
-    for graph in graphs:
-        kernels = {one.name: one for one in read_source(code.get(graph.graph, ""))}
-        launches = launches_of(graph, kernels, values)
-        written += [record for launch in launches for record in launch.values]
-        for launch in {one.name: one for one in reversed(launches)}.values():  # the first of each name
-            measured[graph.graph, launch.name] = measure_launch(launch)
-    return measured, tuple(written)
 
 
 def launches_of(graph: RunnableGraph, kernels: dict[str, GeneratedKernel], values: bool) -> list[NotedLaunch]:
@@ -178,43 +145,6 @@ def value_record(graph: str, kernel: str, name: str, tensor: torch.Tensor) -> Va
     if not finite.numel():
         return ValueRecord(graph, kernel, name, kind, not_finite=odd)
     return ValueRecord(graph, kernel, name, kind, finite.min().item(), finite.max().item(), finite.mean().item(), odd)
-
-
-def measure_launch(launch: NotedLaunch) -> MeasuredKernel:
-    named = [f"{key}={argument_text(value)}" for key, value in launch.kwargs.items() if key != "stream"]
-    arguments = (*map(argument_text, launch.args), *named)
-    facts = resources(launch.function)
-    tensors = [value for value in (*launch.args, *launch.kwargs.values()) if isinstance(value, torch.Tensor)]
-    numbers = [(one, one.clone()) for one in tensors if not one.is_floating_point() and not one.is_complex()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    try:
-        launch()
-        if any(not torch.equal(one, before) for one, before in numbers):
-            for one, before in numbers:
-                one.copy_(before)
-            return MeasuredKernel(0.0, CHANGES, arguments, **facts)
-        seconds = min(call_seconds(launch, device, REPEATS, in_a_row=IN_A_ROW) for _ in range(TRIES))
-    except Exception as error:  # noqa: BLE001  an op that cannot be called once more by itself is told as that
-        told = str(error).strip().partition("\n")[0]
-        return MeasuredKernel(0.0, f"{type(error).__name__}: {told}"[:200], arguments, **facts)
-    return MeasuredKernel(round(seconds * 1e6, 3), "", arguments, **facts)
-
-
-def resources(function: Any) -> dict[str, Any]:
-    """Registers, spills, shared memory and tile of a Triton kernel that was launched; nothing for other kernels."""
-    launchers = getattr(getattr(function, "__self__", None), "launchers", None)
-    if not launchers:
-        return {}
-    chosen = launchers[0]
-    config = getattr(chosen, "config", None)
-    sizes = [f"{name} {value}" for name, value in getattr(config, "kwargs", {}).items()]
-    sizes += [f"{name} {getattr(config, name)}" for name in ("num_warps", "num_stages") if hasattr(config, name)]
-    return {
-        "registers": getattr(chosen, "n_regs", None),
-        "spills": getattr(chosen, "n_spills", None),
-        "shared": getattr(chosen, "shared", None),
-        "tile": ", ".join(sizes),
-    }
 
 
 def argument_text(value: Any) -> str:

@@ -54,12 +54,12 @@ def swapped(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
 class Reached:
     """How far the run under way has come, for the story of one that fails. Stage 0: the program itself runs.
 
-    call: which of the calls is made. failed: the error that generated code raised, and what it was doing. told: is
-    called with every step.
+    call: which of the calls is made. graph: whose code runs; empty outside of it. failed: the error that generated
+    code raised, and what it was doing. told: is called with every step.
     """
 
     def __init__(self) -> None:
-        self.stage, self.doing, self.call = 1, "tracing", 1
+        self.stage, self.doing, self.call, self.graph = 1, "tracing", 1, ""
         self.failed: tuple[BaseException, str] | None = None
         self.told: Callable[[int, str], None] | None = None
 
@@ -79,12 +79,14 @@ class Reached:
         def run(*args: Any) -> Any:
             doing = f"running call {self.call}, in the code of graph {graph}"
             self.at(6, doing)
+            around, self.graph = self.graph, graph
             try:
                 return call(*args)
             except BaseException as error:
                 self.failed = (error, doing)
                 raise
             finally:
+                self.graph = around
                 self.at(0, f"running call {self.call}")
 
         return run

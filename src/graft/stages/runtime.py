@@ -1,31 +1,28 @@
-"""Stage 6, what runs: CUDA graphs recorded or skipped and why, memory, streams, collectives."""
+"""Stage 6, what runs: generated code with its arguments, memory, streams, collectives."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch._inductor.config
 
+from graft.stages.cudagraphs import SeenCudagraphs, compiled_record, cuts_of, final_records, watch_cudagraphs
 from graft.stages.kernels import WRAPPED
 from graft.stages.needs import Reached, swapped
-from graft.stages.story import CudagraphRecord, RuntimeStage, ValueRecord
+from graft.stages.story_code import RuntimeStage, ValueRecord
 from graft.stages.trace import TraceCollector, current_graph
 
 NEEDS = (
     "torch._inductor.output_code:CompiledFxGraph.post_compile",
     "torch._inductor.config:triton.cudagraphs",
 )
-NOT_ASKED = 'not asked for: mode="reduce-overhead" (--mode reduce-overhead) or triton.cudagraphs does'
-
-
-@dataclass
-class SeenRuntime:
-    cudagraphs: list[CudagraphRecord] = field(default_factory=list)
+CURRENT = re.compile(r"\b(?:raw_)?stream(\d+) = get_raw_stream\(")  # of a device
+OWN = re.compile(r"\b(stream\d+) = get_external_object_by_index\(")  # of the program
 
 
 @dataclass
@@ -40,7 +37,7 @@ class RunnableGraph:
 
 
 @contextmanager
-def watch_runtime(seen: SeenRuntime, reached: Reached) -> Iterator[None]:
+def watch_runtime(seen: SeenCudagraphs, reached: Reached) -> Iterator[None]:
     from torch._inductor.output_code import CompiledFxGraph
 
     def make(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,14 +47,14 @@ def watch_runtime(seen: SeenRuntime, reached: Reached) -> Iterator[None]:
             asked = bool(graph_kwargs.get("cudagraphs") or torch._inductor.config.triton.cudagraphs)
             result = before(self, example_inputs, constants, graph_kwargs)
             kept = bool(graph_kwargs.get("cudagraphs"))
-            seen.cudagraphs.append(CudagraphRecord(number, asked, asked and kept, skip_reason(self, asked, kept)))
+            seen.records.append(compiled_record(number, self, asked, kept))
             if self.current_callable is not None:
                 self.current_callable = reached.running(self.current_callable, number)
             return result
 
         return post_compile
 
-    with swapped(CompiledFxGraph, "post_compile", make):
+    with swapped(CompiledFxGraph, "post_compile", make), watch_cudagraphs(seen, reached):
         yield
 
 
@@ -93,42 +90,22 @@ def noting(raw: Any, written: tuple[int, ...], seen: list[RunnableGraph]) -> Cal
     return call
 
 
-def skip_reason(compiled: Any, asked: bool, kept: bool) -> str:
-    if not asked:
-        return NOT_ASKED
-    devices = sorted(str(device) for device in getattr(compiled, "device_types", ()))
-    if "cuda" not in devices:
-        return f"the graph runs on {', '.join(devices) or 'no device'}; CUDA graphs record the work of a GPU"
-    if kept:
-        return ""
-    told = [getattr(compiled, "disabled_cudagraphs_reason", None)]
-    told += getattr(getattr(compiled, "cudagraph_info", None), "cudagraph_fail_reasons", [])
-    return "; ".join(str(reason) for reason in told if reason) or "Inductor gives no reason"
-
-
-def runtime_stage(seen: SeenRuntime, trace: TraceCollector, values: tuple[ValueRecord, ...] = ()) -> RuntimeStage:
-    """A graph that was to be recorded can still be skipped in a later call; the metrics of its compilation say so."""
-    later = {
-        row.graph: str(row.data["cudagraph_skip_reason"])
-        for row in trace.of("compilation_metrics")
-        if row.data.get("cudagraph_skip_reason")
-    }
-    records = [
-        replace(one, recorded=False, reason=later[one.graph]) if one.recorded and one.graph in later else one
-        for one in seen.cudagraphs
-    ]
+def runtime_stage(seen: SeenCudagraphs, trace: TraceCollector, values: tuple[ValueRecord, ...] = ()) -> RuntimeStage:
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
     called = {graph: text.partition(WRAPPED if WRAPPED in text else "def call(")[2] for graph, text in code.items()}
     whole = "\n".join(code.values())
+    own = {(graph, name) for graph, text in code.items() for name in OWN.findall(text)}
     return RuntimeStage(
-        cudagraphs=tuple(records),
+        cudagraphs=final_records(seen),
         allocations={
             g: len(re.findall(r"= empty_strided\w*\(|\baoti_torch_empty_strided\w*\(", text))
             for g, text in called.items()
         },
         reused={g: len(re.findall(r"(?:#|//) reuse$", text, re.M)) for g, text in called.items()},
         partitions={g: count for g, text in code.items() if (count := len(re.findall(r"def partition_\d+\(", text)))},
-        streams=len(set(re.findall(r"\bstream\d+\b", whole))),
+        cuts=cuts_of(seen, list(code)),
+        streams=len(set(CURRENT.findall(whole))) + len(own),
+        side_streams=len(own),
         collectives=tuple(sorted(set(re.findall(r"_c10d_functional\.(\w+)", whole)))),
         values=values,
     )

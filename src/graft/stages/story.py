@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-T = TypeVar("T")
+from graft.stages.revive import revive
+from graft.stages.story_code import KernelStage, RuntimeStage
+
 STAGES = ("dynamo", "functional", "post_grad", "scheduling", "kernels", "runtime", "caches")
 
 
@@ -224,84 +225,6 @@ class SchedulingStage:
 
 
 @dataclass(frozen=True)
-class KernelRecord:
-    """language: cpp, triton, extern (`extern_kernels.mm`) or op (`torch.ops.graft.swiglu.default`)."""
-
-    graph: str
-    name: str
-    language: str
-    launches: int = 1
-    nodes: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    source: str = field(repr=False, default="")
-    us: float = 0.0  # one launch alone, its data in the cache; 0 where it was not measured
-    not_timed: str = ""  # why
-    arguments: tuple[str, ...] = ()  # of its first launch: `float32[4, 16] (16, 1) cpu`
-    registers: int | None = None  # of a thread, Triton's kernels on a GPU
-    spills: int | None = None
-    shared: int | None = None
-    tile: str = ""
-    by_launch: tuple[tuple[str, ...], ...] = ()  # the nodes of each launch, where there are several
-
-
-@dataclass(frozen=True)
-class AutotuneRecord:
-    """ms: each choice with its time, the fastest first."""
-
-    graph: str
-    name: str
-    ms: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class KernelStage:
-    problem: str = ""
-    kernels: tuple[KernelRecord, ...] = ()
-    choices: tuple[AutotuneRecord, ...] = ()
-    resources: str = ""  # why there are no registers and spills
-    code: Mapping[str, str] = field(default_factory=dict)  # what was generated for each graph
-
-
-@dataclass(frozen=True)
-class CudagraphRecord:
-    """asked: whether CUDA graphs were switched on. reason: why none was recorded."""
-
-    graph: str
-    asked: bool
-    recorded: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ValueRecord:
-    """What a launch wrote: least, largest and mean of what is finite, and how many numbers are not."""
-
-    graph: str
-    kernel: str
-    name: str
-    type: str
-    least: float | None = None
-    largest: float | None = None
-    mean: float | None = None
-    not_finite: int = 0
-
-
-@dataclass(frozen=True)
-class RuntimeStage:
-    """allocations: of buffers in the generated code; reused: those that take over the memory of one that is done.
-    partitions: parts of a graph that CUDA graphs are recorded of apart from what cannot be recorded."""
-
-    problem: str = ""
-    cudagraphs: tuple[CudagraphRecord, ...] = ()
-    allocations: Mapping[str, int] = field(default_factory=dict)
-    reused: Mapping[str, int] = field(default_factory=dict)
-    partitions: Mapping[str, int] = field(default_factory=dict)
-    streams: int = 0
-    collectives: tuple[str, ...] = ()
-    values: tuple[ValueRecord, ...] = ()  # in the order of the launches, where they were asked for
-
-
-@dataclass(frozen=True)
 class CacheLookup:
     """cache: fx_graph or aotautograd. outcome: hit, miss or bypass. components: digests of what is in the key."""
 
@@ -367,8 +290,8 @@ class Story:
     functional: FunctionalStage = FunctionalStage()
     post_grad: PostGradStage = PostGradStage()
     scheduling: SchedulingStage = SchedulingStage()
-    kernels: KernelStage = KernelStage()
-    runtime: RuntimeStage = RuntimeStage()
+    kernels: KernelStage = field(default_factory=KernelStage)
+    runtime: RuntimeStage = field(default_factory=RuntimeStage)
     caches: CacheStage = CacheStage()
 
     def to_dict(self) -> dict[str, Any]:
@@ -377,23 +300,3 @@ class Story:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Story:
         return revive(Story, data)
-
-
-def revive(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A record from what `asdict` and JSON made of it; an unknown key is an error, a missing one has its default."""
-    hints = get_type_hints(kind)
-    unknown = set(data) - {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
-    return kind(**{name: revive_value(hints[name], value) for name, value in data.items()})
-
-
-def revive_value(hint: Any, value: Any) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):
-        chosen = [one for one in get_args(hint) if is_dataclass(one)]
-        return revive_value(chosen[0], value) if chosen and isinstance(value, Mapping) else value
-    if get_origin(hint) is tuple:
-        return tuple(revive_value(get_args(hint)[0], item) for item in value)
-    if is_dataclass(hint) and isinstance(hint, type):
-        return revive(hint, value)
-    return value

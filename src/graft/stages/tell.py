@@ -22,8 +22,8 @@ from graft.passes.report import Report
 from graft.stages.caches import own_caches
 from graft.stages.ends import ended, first_line
 from graft.stages.functional import trace_whole
+from graft.stages.kernel_times import measure_graphs
 from graft.stages.kernels import SeenKernels, watch_kernels
-from graft.stages.launches import measure_graphs
 from graft.stages.needs import missing
 from graft.stages.runtime import NEEDS as RUNTIME
 from graft.stages.runtime import RunnableGraph, watch_graphs
@@ -178,6 +178,22 @@ def make_calls(
             watch.seconds = (time.perf_counter() - started, 0.0)
             watch.result = detached(result) if keep else None
         del result  # a CUDA graph's next replay takes its memory
+    return recorded_calls(watch, compiled, calls)
+
+
+def recorded_calls(
+    watch: StageWatch, compiled: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+) -> StoryEnd | None:
+    """The calls once more while a CUDA graph is still to be recorded, which the second call of its graph does."""
+    for index, args in enumerate(calls):
+        if not watch.runtime.pending():
+            return None
+        watch.reached.call = index + 1
+        watch.reached.at(0, f"running call {index + 1} again, for its CUDA graph")
+        try:
+            compiled(*copies(args, watch.notes))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  as in the first calls
+            return ended(watch, error, index)
     return None
 
 

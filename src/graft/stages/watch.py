@@ -12,12 +12,14 @@ import torch
 
 from graft.passes.report import Report
 from graft.stages import (
+    autotune,
     caches,
+    cudagraphs,
     dynamo,
     functional,
     guards,
+    kernel_times,
     kernels,
-    launches,
     post_grad,
     recompiles,
     runtime,
@@ -26,7 +28,8 @@ from graft.stages import (
 )
 from graft.stages.needs import Reached, missing, version_note
 from graft.stages.recompiles import value_text
-from graft.stages.story import STAGES, CopyRecord, FreshProcess, Story, StoryEnd, ValueRecord
+from graft.stages.story import STAGES, CopyRecord, FreshProcess, Story, StoryEnd
+from graft.stages.story_code import ValueRecord
 
 ADAPTERS = {
     "dynamo": dynamo.NEEDS,
@@ -34,7 +37,9 @@ ADAPTERS = {
     "post_grad": post_grad.NEEDS,
     "scheduling": scheduling.NEEDS,
     "kernels": kernels.NEEDS,
+    "autotune": autotune.NEEDS,
     "runtime": runtime.NEEDS,
+    "cudagraphs": cudagraphs.NEEDS,
     "caches": caches.NEEDS,
     "guards": guards.NEEDS,
     "recompiles": recompiles.NEEDS,
@@ -54,13 +59,14 @@ class StageWatch:
     post_grad: post_grad.SeenPostGrad = field(default_factory=post_grad.SeenPostGrad)
     scheduling: scheduling.SeenScheduling = field(default_factory=scheduling.SeenScheduling)
     kernels: kernels.SeenKernels = field(default_factory=kernels.SeenKernels)
-    runtime: runtime.SeenRuntime = field(default_factory=runtime.SeenRuntime)
+    choices: autotune.SeenChoices = field(default_factory=autotune.SeenChoices)
+    runtime: cudagraphs.SeenCudagraphs = field(default_factory=cudagraphs.SeenCudagraphs)
     again: trace.TraceCollector | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
     kept_bytes: int = 0
     result: Any = None  # of the first call, where it is to be compared
     fresh: FreshProcess | None = None
-    measured: Mapping[tuple[str, str], launches.MeasuredKernel] = field(default_factory=dict)
+    measured: Mapping[tuple[str, str], kernel_times.MeasuredKernel] = field(default_factory=dict)
     values: tuple[ValueRecord, ...] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -80,7 +86,9 @@ class StageWatch:
             for written, fate in found.items()
             if fate.copied
         ]
-        code = kernels.kernel_stage(self.kernels, self.trace, self.post_grad.graphs, device, self.measured)
+        code = kernels.kernel_stage(
+            self.kernels, self.choices, self.trace, self.post_grad.graphs, device, self.measured
+        )
         by_node = kernels.kernel_by_node(code)
         return Story(
             target=target, backend=backend, torch=torch.__version__, device=device,
@@ -110,6 +118,7 @@ def watching(home: Path | None = None) -> Iterator[StageWatch]:
             "post_grad": post_grad.watch_post_grad(watch.post_grad, reached),
             "scheduling": scheduling.watch_scheduling(watch.scheduling, reached),
             "kernels": kernels.watch_kernels(watch.kernels),
+            "autotune": autotune.watch_autotuning(watch.choices, reached),
             "runtime": runtime.watch_runtime(watch.runtime, reached),
         }
         for name, context in contexts.items():

@@ -15,7 +15,8 @@ import torch
 from graft.base.errors import UsageError
 from graft.stages.breaks import UNCOMPILED
 from graft.stages.follow import Trail, follow
-from graft.stages.story import AutotuneRecord, Story
+from graft.stages.story import Story
+from graft.stages.story_code import AutotuneRecord
 from graft.stages.tell import BackendName, tell_story
 from graft.testing.failure import failure
 

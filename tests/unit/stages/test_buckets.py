@@ -14,8 +14,8 @@ from graft.cli.app import app
 from graft.stages import buckets
 from graft.stages.bucket_story import BucketStory
 from graft.stages.buckets import BucketRun, split_graph, tell_buckets
+from graft.stages.cudagraphs import SeenCudagraphs
 from graft.stages.needs import missing
-from graft.stages.runtime import SeenRuntime
 from graft.stages.trace import tracing_rows
 from graft.workbench.stages.bucket_text import bucket_lines
 from graft.workbench.stages.targets import bucket_target
@@ -55,7 +55,7 @@ def test_text_says_what_was_compiled_and_reused(told):
 def test_pieces_compute_what_the_function_does():
     x, w = programs.chained_inputs(3)[0]
     with tracing_rows() as trace, torch.no_grad():
-        run = BucketRun(("softmax",), {}, trace, SeenRuntime(), size=3)
+        run = BucketRun(("softmax",), {}, trace, SeenCudagraphs(), size=3)
         made = torch.compile(programs.chained, backend=run.backend, dynamic=True)(x, w)
     torch._dynamo.reset()
     torch.testing.assert_close(made, programs.chained(x, w))

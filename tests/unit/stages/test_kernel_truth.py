@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
+from graft.stages.cudagraphs import SeenCudagraphs
 from graft.stages.follow import follow, leaf_names
 from graft.stages.kernels import kernels_of
-from graft.stages.runtime import SeenRuntime, runtime_stage
+from graft.stages.runtime import runtime_stage
 from graft.stages.scheduling import stayed_apart
 from graft.stages.story import Refusal, Story
 from graft.stages.tell import tell_story
@@ -183,7 +184,7 @@ def test_kernels_that_c_calls_are_read_from_its_code():
     assert "C++ calls it" in kernel.not_timed
     collector = TraceCollector()
     collector.rows.append(TraceRow("inductor_output_code", "0/0", {}, CPP))
-    stage = runtime_stage(SeenRuntime(), collector)
+    stage = runtime_stage(SeenCudagraphs(), collector)
     assert (stage.allocations, stage.reused) == ({"0/0": 1}, {"0/0": 1})
 
 

@@ -8,16 +8,10 @@ import pytest
 import torch
 
 import stage_programs as programs
+from graft.stages import kernel_times
+from graft.stages.kernel_times import CHANGES, measure_launches, middle, resources
 from graft.stages.kernels import GeneratedKernel
-from graft.stages.launches import (
-    CHANGES,
-    NotedLaunch,
-    argument_text,
-    measure_launch,
-    parameter_names,
-    resources,
-    value_record,
-)
+from graft.stages.launches import NotedLaunch, argument_text, parameter_names, value_record
 from graft.stages.story import Story
 from graft.stages.tell import tell_story
 from graft.workbench.stages.apart import tell_apart
@@ -37,6 +31,7 @@ def counted() -> Story:
 
 def test_every_kernel_of_a_call_is_timed_alone(step):
     assert step.kernels.kernels and all(one.us > 0 and not one.not_timed for one in step.kernels.kernels)
+    assert all(one.us_range[0] <= one.us <= one.us_range[1] for one in step.kernels.kernels)
     mm = next(one for one in step.kernels.kernels if one.name == "extern_kernels.mm")
     assert mm.arguments[:2] == ("float32[4, 8] (8, 1) cpu", "float32[8, 16] (16, 1) cpu")
     assert mm.arguments[2] == "out=float32[4, 16] (16, 1) cpu"
@@ -81,14 +76,31 @@ def test_a_call_that_cannot_be_repeated_says_why():
         calls.append(x)
         raise RuntimeError("only once\nmore")
 
-    found = measure_launch(NotedLaunch("once", once, (torch.ones(2),), {}))
+    found = measure_launches({"once": NotedLaunch("once", once, (torch.ones(2),), {})})["once"]
     assert found.us == 0 and found.problem == "RuntimeError: only once" and len(calls) == 1
 
 
 def test_numbers_that_a_launch_changes_are_put_back():
     position = torch.ones(1, dtype=torch.int64)
-    found = measure_launch(NotedLaunch("count", lambda x: x.mul_(2), (position,), {}))
+    found = measure_launches({1: NotedLaunch("count", lambda x: x.mul_(2), (position,), {})})[1]
     assert found.problem == CHANGES and position.item() == 1
+
+
+def test_a_time_is_a_median_with_the_range_of_its_readings(monkeypatch):
+    """One reading in ten may be anything: the machine did something else."""
+    assert middle([1e-6] * 9 + [5e-3]) == (1.0, (1.0, 1.0))
+    assert middle([1e-6, 2e-6, 3e-6, 4e-6, 5e-6]) == (3.0, (1.0, 5.0))
+    calls: list[str] = []
+    readings = {"a": iter([[1e-6] * 4, [3e-6] * 4, [1e-6] * 4, [3e-6] * 4]), "b": iter([[7e-6] * 4] * 4)}
+
+    def times(launch, *_rest, **_more):
+        calls.append(launch.name)
+        return next(readings[launch.name])
+
+    monkeypatch.setattr(kernel_times, "call_times", times)
+    found = measure_launches({name: NotedLaunch(name, lambda: None, (), {}) for name in "ab"})
+    assert calls == ["a", "b"] * 4  # in turn, and not one after the other
+    assert (found["a"].us, found["a"].us_range, found["b"].us_range) == (2.0, (1.0, 3.0), (7.0, 7.0))
 
 
 def test_resources_of_a_triton_kernel():

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.guards
 import torch._dynamo.output_graph
 import torch._inductor.compile_fx
+import torch._inductor.cudagraph_trees
 import torch._inductor.debug
 import torch._inductor.graph
 import torch._inductor.ir
@@ -22,13 +23,16 @@ import torch.fx.passes.graph_transform_observer
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.codegen import cpp, triton
-from torch._inductor.select_algorithm import get_algorithm_selector_cache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.select_algorithm import AlgorithmSelectorCache, get_algorithm_selector_cache
 
 import stage_programs as programs
-from graft.stages import caches, dynamo, needs, tell, watch
+from graft.stages import autotune, caches, dynamo, needs, tell, watch
+from graft.stages.cudagraphs import SeenCudagraphs
 from graft.stages.needs import missing, version_note
-from graft.stages.runtime import SeenRuntime, runtime_stage
-from graft.stages.story import STAGES, Story, revive
+from graft.stages.revive import revive
+from graft.stages.runtime import runtime_stage
+from graft.stages.story import STAGES, Story
 from graft.stages.tell import tell_story
 from graft.stages.trace import TraceCollector, TraceRow
 from graft.stages.watch import ADAPTERS, missing_names, watching
@@ -37,6 +41,7 @@ from testing_kit_cases import Gated, X
 
 GraphTransformObserver = torch.fx.passes.graph_transform_observer.GraphTransformObserver
 WRITTEN = "set_kernel_post_grad_provenance_tracing"
+LOGGERS = ("torch.__trace", "torch._dynamo.convert_frame", "torch._inductor.cudagraph_utils.__cudagraphs")
 WATCHED = (
     (torch._dynamo.output_graph.OutputGraph, "call_user_compiler"),
     (torch._dynamo.guards, "get_guard_fail_reason_helper"),
@@ -51,8 +56,13 @@ WATCHED = (
     (torch._inductor.scheduler.WhyNoFuse, "__call__"),
     (torch._inductor.ir.ExternKernel, "copy_input"),
     (torch._inductor.graph.GraphLowering, "call_function"),
+    (torch._inductor.graph.GraphLowering, "run"),
+    (AlgorithmSelectorCache, "__call__"),
+    (CachingAutotuner, "bench"),
     *((module, WRITTEN) for module in (torch._inductor.debug, cpp, triton)),
     (torch._inductor.output_code.CompiledFxGraph, "post_compile"),
+    (torch._inductor.cudagraph_trees.CUDAGraphTreeManager, "record_function"),
+    (torch._inductor.scheduler.Scheduler, "should_partition"),
     (FxGraphCache, "_get_tmp_dir"),
     (AOTAutogradCache, "_get_tmp_dir"),
 )
@@ -71,7 +81,7 @@ def line_of(text: str) -> str:
 
 def test_every_name_that_an_adapter_needs_is_in_this_torch():
     assert missing_names() == {} and set(STAGES) <= set(ADAPTERS)
-    for names in ADAPTERS.values():
+    for names in (*ADAPTERS.values(), autotune.CONFIGS):
         assert names and not missing(names)
 
 
@@ -182,7 +192,7 @@ class Runner:
 """
     collector = TraceCollector()
     collector.rows.append(TraceRow("inductor_output_code", "0/0", {}, code))
-    stage = runtime_stage(SeenRuntime(), collector)
+    stage = runtime_stage(SeenCudagraphs(), collector)
     assert stage.partitions == {"0/0": 2} and stage.streams == 1 and stage.collectives == ("all_reduce_",)
     assert stage.reused == {"0/0": 1}
 
@@ -212,7 +222,7 @@ def test_nothing_is_left_behind_and_nothing_is_there_before():
     """Not after an error within, either; so the collector costs nothing where it is not used."""
 
     def state() -> list[object]:
-        loggers = [logging.getLogger(name) for name in ("torch.__trace", "torch._dynamo.convert_frame")]
+        loggers = [logging.getLogger(name) for name in LOGGERS]
         found = [inspect.getattr_static(owner, name) for owner, name in WATCHED]
         found += [
             [type(one) for one in logger.handlers if type(one).__module__.startswith("graft")] for logger in loggers

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from graft.base.errors import ReproRefused, UsageError
 from graft.cli.app import app
-from graft.stages.story import KernelRecord
+from graft.stages.story_code import KernelRecord
 from graft.workbench.repro.kernel import argument, find_kernel, kernel_source, time_file
 from graft.workbench.stages.saved import save_story
 from marks import left_out
@@ -49,7 +49,11 @@ def test_the_file_runs_the_kernel_and_times_it(tmp_path, monkeypatch, forked):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
-    assert found["kernel"] == silu().name and 0 < found["least_us"] <= found["us"] and found["calls"] == 300
+    assert (
+        found["kernel"] == silu().name
+        and 0 < found["least_us"] <= found["us"] <= found["most_us"]
+        and found["calls"] == 300
+    )
     assert "import graft" not in file.read_text()
 
 

@@ -19,7 +19,8 @@ import stage_programs as programs
 from graft.base.errors import GraftError, RunMismatch, UsageError
 from graft.stages.bucket_story import BucketStory
 from graft.stages.buckets import tell_buckets
-from graft.stages.story import KernelRecord, KernelStage, Story
+from graft.stages.story import Story
+from graft.stages.story_code import KernelRecord, KernelStage
 from graft.stages.tell import tell_story
 from graft.workbench.stages.apart import CHECK, FileKeeper, tell_apart, what_is_left
 from processes import run_python

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graft.stages.story import CacheLookup, CacheStage, FreshProcess, Story, revive
+from graft.stages.revive import revive
+from graft.stages.story import CacheLookup, CacheStage, FreshProcess, Story
 from graft.stages.tell import tell_story
 from graft.workbench.stages.fresh import FreshRun, difference
 from graft.workbench.stages.targets import find_target

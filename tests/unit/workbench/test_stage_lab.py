@@ -133,17 +133,60 @@ def test_the_first_stage_that_differs():
     assert "first difference in stage 1, Dynamo" in texts and any(text.startswith("  + ") for text in texts)
 
 
-def test_times_of_kernels_are_compared_by_name():
+def with_times(**times: tuple[float, ...]) -> Story:
+    """`step` with kernels that took so long: the median, and the range of the readings."""
     kernels = step().kernels
-    slower = tuple(
-        replace(one, us=10 * one.us) if one.name == "extern_kernels.mm" else one for one in kernels.kernels
+    timed = tuple(
+        replace(one, us=times[key][0], us_range=times[key][1:])
+        for one in kernels.kernels
+        for key in times
+        if key in one.name
     )
-    found = diff_stories(step(), replace(step(), kernels=replace(kernels, kernels=slower)))
-    assert found.first is None and found.times[0].name == "extern_kernels.mm"
-    texts = [line.text for line in diff_lines(found)]
-    assert texts[2].startswith("kernel times, each alone: ") and len(texts) == 4 and "extern_kernels.mm" in texts[3]
-    assert len(diff_lines(found, unfold=True)) == 3 + len(found.times)
+    return replace(step(), kernels=replace(kernels, kernels=timed))
+
+
+def test_times_of_kernels_are_compared_by_name():
+    before = with_times(mm=(50.0, 49.0, 51.0), mean=(30.0, 29.0, 31.0))
+    found = diff_stories(before, with_times(mm=(90.0, 88.0, 92.0), mean=(33.0, 30.5, 34.0)))
+    assert (found.times[0].name, found.times[0].within_noise) == ("extern_kernels.mm", False)
+    texts = [line.text for line in diff_lines(found)][-2:]
+    assert texts[0] == "kernel times, each alone: 80.0 → 123.0 µs"
+    assert texts[1] == "  extern_kernels.mm: 50.0 µs (49.0 to 51.0) → 90.0 µs (88.0 to 92.0)"
+    assert [line.text for line in diff_lines(found, unfold=True)][-1].endswith(", within noise")
     assert not diff_stories(story("longer"), story("longer")).times
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noise"),
+    [
+        ((50.0, 49.0, 51.0), (53.0, 50.5, 55.0), True),  # the readings overlap
+        ((50.0, 49.0, 51.0), (54.0, 53.5, 54.5), True),  # 2.5 µs apart: less than 2 µs and a twentieth
+        ((50.0, 49.0, 51.0), (60.0, 59.0, 61.0), False),
+        ((2.6, 2.5, 2.7), (4.5, 4.4, 4.6), True),  # seen of one program in two processes
+        ((50.0, 49.0, 99.0), (80.0, 79.0, 81.0), True),  # a busy machine
+        ((50.0,), (60.0,), False),
+    ],
+)
+def test_a_change_that_is_less_than_noise_is_told_as_that(before, after, noise):
+    found = diff_stories(with_times(mm=before), with_times(mm=after))
+    (one,) = found.times
+    assert one.within_noise is noise and found.to_dict()["times"][0]["within_noise"] is noise
+    texts = [line.text for line in diff_lines(found) if "kernel" in line.text]
+    assert texts[0].endswith(", each within noise") is noise and len(texts) == (1 if noise else 2)
+
+
+def test_a_gpu_is_told_apart_by_less():
+    before, after = (replace(with_times(mm=one), device="cuda:0") for one in ((2.6, 2.5, 2.7), (4.5, 4.4, 4.6)))
+    assert not diff_stories(before, after).times[0].within_noise
+
+
+def test_times_have_the_range_of_their_readings_in_the_text():
+    told = [line.text for line in story_lines(with_times(mm=(50.0, 49.0, 51.0), mean=(48.0, 40.0, 60.0)), 5)]
+    assert any("extern_kernels.mm: 1 node, 50.0 µs (49.0 to 51.0)" in line for line in told)
+    total = next(line for line in told if "each alone" in line)
+    assert total.startswith("  98.0 µs (89.0 to 111.0) in 2 launches") and total.endswith("(within noise)")
+    sure = [line.text for line in story_lines(with_times(mm=(90.0, 89.0, 91.0), mean=(48.0, 40.0, 60.0)), 5)]
+    assert any(line.endswith("each alone; most in extern_kernels.mm") for line in sure)
 
 
 def test_text_has_every_stage_and_where_it_ended():

@@ -78,15 +78,19 @@ def repro_kernel(folder: Path, name: str, output: Path | None, as_json: bool) ->
     from graft.cli.show import busy, out
     from graft.workbench.repro.kernel import find_kernel, kernel_source, time_file
     from graft.workbench.stages.saved import open_story
+    from graft.workbench.stages.text import times_text
 
     story = open_story(folder)
     if not name:
         if as_json:
-            listed = [{"graph": k.graph, "name": k.name, "us": k.us} for k in story.kernels.kernels]
+            listed = [
+                {"graph": k.graph, "name": k.name, "us": k.us, "us_range": list(k.us_range)}
+                for k in story.kernels.kernels
+            ]
             print_json("repro-kernels", listed)
             return
         for one in story.kernels.kernels:
-            time = f"{one.us:.1f} µs" if one.us else one.not_timed or "not timed"
+            time = times_text(one.us, one.us_range) if one.us else one.not_timed or "not timed"
             out.print(f"{one.graph:<5} {one.name}  {time}", markup=False, soft_wrap=True)
         return
     chosen = find_kernel(story, name)
@@ -98,8 +102,8 @@ def repro_kernel(folder: Path, name: str, output: Path | None, as_json: bool) ->
         print_json("repro-kernel", {"file": str(path), "graph": chosen.graph, **found})
         return
     out.print(
-        f"{chosen.name}: {found['us']} µs a call, the median; {found['least_us']} at least; {found['calls']} calls"
-        f" on {found['bytes']:,} bytes",
+        f"{chosen.name}: {found['us']} µs a call, the median; {found['least_us']} to {found['most_us']};"
+        f" {found['calls']} calls on {found['bytes']:,} bytes",
         markup=False, soft_wrap=True,
     )  # fmt: skip
     out.print(f"next  python {path}", markup=False, soft_wrap=True)

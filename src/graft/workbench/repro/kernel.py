@@ -13,7 +13,8 @@ from typing import Any
 
 from graft.base.errors import ReproRefused, UsageError, near
 from graft.stages.kernels import dotted
-from graft.stages.story import KernelRecord, Story
+from graft.stages.story import Story
+from graft.stages.story_code import KernelRecord
 
 TEMPLATE = Path(__file__).with_name("kernel_file.txt")
 TENSOR = re.compile(r"(\w+)\[([^\]]*)\] (\([^)]*\)) (\S+)")
@@ -112,7 +113,7 @@ def names_it(statement: Any, name: str) -> bool:
 
 
 def time_file(path: Path) -> dict[str, Any]:
-    """Runs the file in a process of its own: `us`, `least_us`, `calls`, `bytes`."""
+    """Runs the file in a process of its own: `us`, `least_us`, `most_us`, `calls`, `bytes`."""
     try:
         done = subprocess.run(
             [sys.executable, str(path), "--json"], capture_output=True, text=True, timeout=LIMIT, check=False

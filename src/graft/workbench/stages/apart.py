@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from graft.base.errors import GraftError, UsageError
 from graft.stages.forked import forget_threads
-from graft.stages.story import Story, StoryEnd, revive
+from graft.stages.revive import revive
+from graft.stages.story import Story, StoryEnd
 from graft.workbench.stages.saved import FILE, story_text
 
 T = TypeVar("T")

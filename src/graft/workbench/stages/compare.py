@@ -13,9 +13,9 @@ from graft.stages.follow import NO_CALLS
 from graft.stages.story import STAGES, StageGraph, StageNode, Story
 from graft.workbench.diff_text import StyledLine
 from graft.workbench.stages.text import TITLES, cut
+from graft.workbench.stages.times import KernelTimes, diff_times, time_lines
 
 NAME = re.compile(r"%(\w+)")
-NOISE = 0.2  # of a kernel's time: what two readings of a few µs differ by
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,6 @@ class StageDiff:
     stage: int
     removed: tuple[tuple[str, int], ...]
     added: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class KernelTimes:
-    """µs in all launches of kernels of one name, without its number, before and after; None where there is none."""
-
-    name: str
-    before: float | None
-    after: float | None
-
-    @property
-    def change(self) -> float:
-        return (self.after or 0.0) - (self.before or 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,21 +56,6 @@ def diff_stories(before: Story, after: Story) -> StoryDiff:
             found.append(StageDiff(number, tuple((left - right).items()), tuple((right - left).items())))
     ends = tuple(f"{which} {one.end}" for which, one in (("A", before), ("B", after)) if one.end is not None)
     return StoryDiff(title(before), title(after), tuple(found), diff_times(before, after), ends)
-
-
-def diff_times(before: Story, after: Story) -> tuple[KernelTimes, ...]:
-    left, right = kernel_times(before), kernel_times(after)
-    found = [KernelTimes(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))]
-    return tuple(sorted(found, key=lambda one: -abs(one.change)))
-
-
-def kernel_times(story: Story) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for kernel in story.kernels.kernels:
-        if kernel.us:
-            name = kernel.name.rstrip("0123456789").rstrip("_")
-            found[name] = round(found.get(name, 0.0) + kernel.us * kernel.launches, 3)
-    return found
 
 
 def title(story: Story) -> str:
@@ -220,30 +192,11 @@ def diff_lines(diff: StoryDiff, *, unfold: bool = False) -> list[StyledLine]:
     lines = [StyledLine("title", f"{diff.before} → {diff.after}")]
     lines += [StyledLine("removed", one) for one in diff.ends]
     if diff.first is None:
-        return [*lines, StyledLine("plain", "all seven stages are the same"), *time_lines(diff, unfold)]
+        return [*lines, StyledLine("plain", "all seven stages are the same"), *time_lines(diff.times, unfold)]
     lines.append(StyledLine("plain", f"first difference in stage {diff.first}, {TITLES[diff.first - 1]}"))
     for stage in diff.stages:
         lines.append(StyledLine("head", f"{stage.stage} {TITLES[stage.stage - 1]}"))
         for style, sign, facts in (("removed", "-", stage.removed), ("added", "+", stage.added)):
             texts = [f"  {sign} {fact}{f'  × {times}' if times > 1 else ''}" for fact, times in facts]
             lines += [StyledLine(style, text) for text in (texts if unfold else cut(texts, 8))]
-    return lines + time_lines(diff, unfold)
-
-
-def time_lines(diff: StoryDiff, unfold: bool) -> list[StyledLine]:
-    """The sum, and the kernels whose time changed by more than a clock does by itself."""
-    if not diff.times:
-        return []
-    before, after = (
-        sum(t or 0.0 for t in side) for side in zip(*((o.before, o.after) for o in diff.times), strict=True)
-    )
-    lines = [StyledLine("head", f"kernel times, each alone: {before:.1f} → {after:.1f} µs")]
-    shown = [
-        o for o in diff.times if unfold or o.before is None or o.after is None or abs(o.change) > NOISE * o.before
-    ]
-    texts = [f"  {one.name}: {time_text(one.before)} → {time_text(one.after)}" for one in shown]
-    return lines + [StyledLine("plain", text) for text in (texts if unfold else cut(texts, 8))]
-
-
-def time_text(us: float | None) -> str:
-    return "none" if us is None else f"{us:.1f} µs"
+    return lines + time_lines(diff.times, unfold)

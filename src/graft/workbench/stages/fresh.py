@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graft.stages.story import FreshProcess, revive
+from graft.stages.revive import revive
+from graft.stages.story import FreshProcess
 
 LIMIT = 600.0  # seconds
 

@@ -15,7 +15,6 @@ from graft.stages.story import (
     FreshProcess,
     GraphBreak,
     GuardGroup,
-    KernelRecord,
     Mutation,
     PassRun,
     Recompilation,
@@ -23,8 +22,8 @@ from graft.stages.story import (
     StageGraph,
     Story,
     SymbolRecord,
-    ValueRecord,
 )
+from graft.stages.story_code import AutotuneRecord, KernelRecord, RuntimeStage, ValueRecord
 from graft.workbench.diff_text import StyledLine
 
 TITLES = (
@@ -221,25 +220,61 @@ def copy_line(one: CopyRecord) -> str:
 def kernel_lines(story: Story) -> list[str]:
     stage = story.kernels
     lines = cut(folded(kernel_line(kernel) for kernel in stage.kernels), 2 * MOST)
-    for one in stage.choices:
-        lines.append(f"autotuned {one.name}: " + ", ".join(f"{n} {ms:.4f} ms" for n, ms in list(one.ms.items())[:4]))
-    timed = [kernel for kernel in stage.kernels if kernel.us]
-    if timed:
-        total = sum(kernel.us * kernel.launches for kernel in timed)
-        slowest = max(timed, key=lambda kernel: kernel.us * kernel.launches)
-        lines.append(
-            f"{total:.1f} µs in {sum(k.launches for k in timed)} launches, each alone; most in {slowest.name}"
-        )
+    lines += [line for one in (*stage.choices, *stage.configs) for line in autotune_lines(one)]
+    lines += cut(folded(f"{one.graph} nothing to choose for {one.name}: {one.reason}" for one in stage.single))
+    lines += [stage.autotuning] if stage.autotuning and stage.kernels else []
+    lines += total_lines([kernel for kernel in stage.kernels if kernel.us])
     untimed = Counter(kernel.not_timed for kernel in stage.kernels if kernel.not_timed)
     lines += [f"not timed, {times} kernels: {reason}" for reason, times in untimed.items()]
     return [*lines, *([stage.resources] if stage.resources and stage.kernels else [])]
 
 
+def autotune_lines(one: AutotuneRecord) -> list[str]:
+    """The fastest few of a call's choices or a kernel's configurations, each with its tiles."""
+    told = []
+    for name, ms in one.ms.items():
+        facts = [one.tiles[name]] if name in one.tiles else []
+        if name in one.registers:
+            facts.append(f"{one.registers[name]} registers, {one.spills.get(name, 0)} spilled")
+        told.append(f"  {ms:.4f} ms {name}" + (f" ({', '.join(facts)})" if facts else ""))
+    return [f"{one.graph} autotuned {one.name}, {len(told)} choices:", *cut(told, FEW)]
+
+
+def total_lines(timed: Sequence[KernelRecord]) -> list[str]:
+    """Of all launches, and which kernel takes most; several where their readings overlap."""
+    if not timed:
+        return []
+    sums = [
+        sum(one.launches * at for one, at in zip(timed, side, strict=True))
+        for side in zip(*map(range_of, timed), strict=True)
+    ]
+    slowest = max(timed, key=lambda one: one.us * one.launches)
+    least = range_of(slowest)[0] * slowest.launches
+    most = [one.name for one in timed if one is slowest or range_of(one)[1] * one.launches > least]
+    total = times_text(sum(one.us * one.launches for one in timed), sums)
+    which = most[0] if len(most) == 1 else f"{' or '.join(most[:3])}{' …' * (len(most) > 3)} (within noise)"
+    launches = sum(one.launches for one in timed)
+    if launches == 1:
+        return []
+    return [f"{total} in {launches} launches, each alone; most in {which}"]
+
+
+def range_of(kernel: KernelRecord) -> tuple[float, float]:
+    return (kernel.us_range[0], kernel.us_range[-1]) if kernel.us_range else (kernel.us, kernel.us)
+
+
+def times_text(us: float, between: Sequence[float] = ()) -> str:
+    """`3.2 µs`, with the range of its readings where they differ: `3.2 µs (2.9 to 4.1)`."""
+    ends = [f"{one:.1f}" for one in between]
+    return f"{us:.1f} µs" + (f" ({ends[0]} to {ends[-1]})" if len(set(ends)) > 1 else "")
+
+
 def kernel_line(kernel: KernelRecord) -> str:
     launches = f", {kernel.launches} launches" if kernel.launches > 1 else ""
     of = f" of {lines_text(kernel)}" if kernel.lines else ""
-    what = f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} nodes"
-    return f"{what}{launches}{kernel_time(kernel)}{of}"
+    what = f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} node{'s' * (len(kernel.nodes) != 1)}"
+    tile = f", tile {kernel.tile}" if kernel.tile else ""
+    return f"{what}{launches}{kernel_time(kernel)}{tile}{of}"
 
 
 def lines_text(kernel: KernelRecord) -> str:
@@ -247,8 +282,8 @@ def lines_text(kernel: KernelRecord) -> str:
 
 
 def kernel_time(kernel: KernelRecord) -> str:
-    """`, 3.2 µs, 32 registers, 8 spilled`."""
-    parts = [f"{kernel.us:.1f} µs"] if kernel.us else []
+    """`, 3.2 µs (2.9 to 4.1), 32 registers, 8 spilled`."""
+    parts = [times_text(kernel.us, kernel.us_range)] if kernel.us else []
     if kernel.registers is not None:
         parts.append(f"{kernel.registers} registers, {kernel.spills or 0} spilled")
     return "".join(f", {part}" for part in parts)
@@ -263,10 +298,26 @@ def runtime_lines(story: Story) -> list[str]:
     lines += [
         f"{g} allocates {n} buffers, {stage.reused.get(g, 0)} in reused memory" for g, n in stage.allocations.items()
     ]
-    lines += [f"{g} runs in {n} partitions" for g, n in stage.partitions.items()]
-    lines += [f"{stage.streams} streams"] if stage.streams else []
+    lines += [line for g, n in stage.partitions.items() for line in partition_lines(stage, g, n)]
+    lines += [streams_line(stage)] if stage.streams else []
     lines += [f"collectives: {', '.join(stage.collectives)}"] if stage.collectives else []
     return lines + [value_line(one) for one in stage.values]
+
+
+def partition_lines(stage: RuntimeStage, graph: str, count: int) -> list[str]:
+    """None for a graph that is one part, as most are."""
+    cuts = [f"{one.node} ({one.reason})" for one in stage.cuts if one.graph == graph]
+    if count == 1 and not cuts:
+        return []
+    around = f", around {', '.join(cut(cuts, FEW))}" if cuts else ""
+    return [f"{graph} is recorded in {count} part{'s' * (count != 1)}{around}"]
+
+
+def streams_line(stage: RuntimeStage) -> str:
+    current = stage.streams - stage.side_streams
+    parts = [f"{current} current stream{'s' * (current != 1)}"] if current else []
+    parts += [f"{stage.side_streams} of the program's own"] if stage.side_streams else []
+    return f"launches on {' and '.join(parts)}"
 
 
 def value_line(one: ValueRecord) -> str:
