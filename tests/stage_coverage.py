@@ -32,6 +32,7 @@ class Covered:
 KIT, STAGES = "tests/unit/testing/test_testing_kit_stages.py", "tests/unit/workbench/test_stage_lab.py"
 LAUNCHES, KERNEL = "tests/unit/stages/test_launches.py", "tests/unit/workbench/test_repro_kernel.py"
 BUCKETS, GPU = "tests/unit/stages/test_buckets.py", "tests/gpu/test_stages_on_gpu.py"
+AUTOTUNE, CUDAGRAPHS = "tests/unit/stages/test_autotune.py", "tests/unit/stages/test_cudagraphs.py"
 APART = "tests/unit/workbench/test_stage_apart.py"
 PARITY, FRESH = "tests/unit/api/test_op_parity.py", "tests/unit/workbench/test_stage_fresh.py"
 STORY, COMPILED = "tests/unit/stages/test_story.py", "tests/unit/testing/test_testing_kit_compiled.py"
@@ -84,16 +85,17 @@ TABLE = (
     ),
     Covered(
         5, "max-autotune and templates", ("inductor/test_max_autotune.py", "inductor/test_cpu_select_algorithm.py"),
-        ("autotune_choices",), (KIT,),
+        ("autotune_choices", "graft stages TARGET --mode max-autotune"), (KIT, AUTOTUNE, GPU),
+        "what Inductor prunes before it times anything is not shown",
     ),
     Covered(
         6, "CUDA graph trees", ("inductor/test_cudagraph_trees.py",), ("assert_cudagraphed",
-        "graft stages ask cudagraph", "graft stages TARGET --buckets SIZES"), (KIT, STAGES, STORY, BUCKETS, GPU),
-        "skips at compile time",
+        "graft stages ask cudagraph", "graft stages TARGET --buckets SIZES"), (KIT, STAGES, CUDAGRAPHS, BUCKETS, GPU),
+        "which graph follows which in a tree is not shown",
     ),
     Covered(
-        6, "streams", ("dynamo/test_streams.py",), ("graft stages TARGET --stage 6",), (STORY,),
-        "streams are counted in the generated code",
+        6, "streams", ("dynamo/test_streams.py",), ("graft stages TARGET --stage 6",), (CUDAGRAPHS, GPU),
+        "streams are counted, and those that Inductor does not keep; events and waits between them are not shown",
     ),
     Covered(
         6, "collectives", ("distributed/test_inductor_collectives.py",), ("graft stages TARGET --stage 6",), (STORY,),

@@ -126,6 +126,8 @@ def test_the_command(tmp_path):
     assert told.exit_code == 0, told.stderr
     document = json.loads(told.stdout)
     assert {step["tokens"] for step in document["steps"]} == {1, 4}, document["failures"]
+    tried = [one for one in document["tried"] if one["shape"]]
+    assert tried and all(0 < one["p50"] <= one["p99"] for one in document["tried"]), document["tried"]
     table = read_table(path)
     assert all(entry.measured == "in a step" for found in table.values() for entry in found.values())
     llm = graft.LLM("tiny-llama", dtype="bfloat16", device="cuda", kv_cache_memory="64MiB", max_num_seqs=4)

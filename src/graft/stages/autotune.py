@@ -7,6 +7,7 @@ one Triton kernel (block sizes, warps), when that first runs.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,11 +49,7 @@ def watch_autotuning(seen: SeenChoices, reached: Reached) -> Iterator[None]:
     from torch._inductor.select_algorithm import AlgorithmSelectorCache, get_algorithm_selector_cache
 
     def save(timings: Mapping[Any, float], name: str, *_rest: Any, **_more: Any) -> None:
-        ordered = sorted(timings.items(), key=lambda item: item[1])
-        names = [getattr(choice, "name", str(choice)) for choice, _ in ordered]
-        tiles = {name: tile for name, (choice, _) in zip(names, ordered, strict=True) if (tile := tile_of(choice))}
-        ms = {name: float(time) for name, (_, time) in zip(names, ordered, strict=True)}
-        seen.timed.append(AutotuneRecord(current_graph(), name, ms, tiles))
+        seen.timed.append(record_of(current_graph(), name, timings))
 
     cache = get_algorithm_selector_cache()
     cache.add_feedback_saver(save)
@@ -67,6 +64,15 @@ def watch_autotuning(seen: SeenChoices, reached: Reached) -> Iterator[None]:
             yield
     finally:
         cache.feedback_saver_fns.remove(save)
+
+
+def record_of(graph: str, name: str, timings: Mapping[Any, float]) -> AutotuneRecord:
+    """Choices that do not run on the device have no finite time; they are counted."""
+    ran = sorted(((choice, float(ms)) for choice, ms in timings.items() if math.isfinite(ms)), key=lambda one: one[1])
+    names = [getattr(choice, "name", str(choice)) for choice, _ in ran]
+    tiles = {name: tile for name, (choice, _) in zip(names, ran, strict=True) if (tile := tile_of(choice))}
+    ms = {name: time for name, (_, time) in zip(names, ran, strict=True)}
+    return AutotuneRecord(graph, name, ms, tiles, failed=len(timings) - len(ran))
 
 
 def asking(before: Callable[..., Any], seen: SeenChoices) -> Callable[..., Any]:
@@ -134,7 +140,7 @@ def timing(before: Callable[..., Any], seen: SeenChoices, reached: Reached) -> C
     def bench(self: Any, launcher: Any, *args: Any, **kwargs: Any) -> Any:
         ms = before(self, launcher, *args, **kwargs)
         name = str((getattr(self, "inductor_meta", None) or {}).get("kernel_name", ""))
-        if reached.graph and name and isinstance(ms, (int, float)):
+        if reached.graph and name and isinstance(ms, (int, float)) and math.isfinite(ms):
             tile = config_text(launcher)
             seen.configs.append(
                 AutotuneRecord(

@@ -36,6 +36,7 @@ class SeenDynamo:
     graphs: list[StageGraph] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     lines: dict[str, str] = field(default_factory=dict)
+    streams: set[tuple[str, Any]] = field(default_factory=set)  # graph, stream that the program enters
     guards: SeenGuards = field(default_factory=SeenGuards)
     failures: SeenFailures = field(default_factory=SeenFailures)
 
@@ -63,6 +64,7 @@ def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
             recorded = record_graph(gm.graph, current_graph(), frame_of(self))
             seen.graphs.append(with_callers(recorded, gm.graph))
             seen.lines |= code_lines(gm.graph)
+            seen.streams |= {(current_graph(), one) for one in map(entered_stream, gm.graph.nodes) if one is not None}
             reached.at(2, f"handing graph {current_graph()} to the backend")
             result = before(self, gm, example_inputs)
             reached.at(1, "tracing")
@@ -86,6 +88,11 @@ def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
         for kept, ours in ((compilations.start_callbacks, begins), (compilations.end_callbacks, ends)):
             if ours in kept:  # a reset has taken them away
                 kept.remove(ours)
+
+
+def entered_stream(node: Any) -> Any:
+    """Dynamo's number of the stream in whose context the program makes the call."""
+    return (node.meta.get("custom") or {}).get("stream")
 
 
 def frame_of(output: Any) -> str:

@@ -90,7 +90,10 @@ def noting(raw: Any, written: tuple[int, ...], seen: list[RunnableGraph]) -> Cal
     return call
 
 
-def runtime_stage(seen: SeenCudagraphs, trace: TraceCollector, values: tuple[ValueRecord, ...] = ()) -> RuntimeStage:
+def runtime_stage(
+    seen: SeenCudagraphs, trace: TraceCollector, values: tuple[ValueRecord, ...] = (), entered: int = 0
+) -> RuntimeStage:
+    """entered: streams that the program asks for."""
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
     called = {graph: text.partition(WRAPPED if WRAPPED in text else "def call(")[2] for graph, text in code.items()}
     whole = "\n".join(code.values())
@@ -106,6 +109,7 @@ def runtime_stage(seen: SeenCudagraphs, trace: TraceCollector, values: tuple[Val
         cuts=cuts_of(seen, list(code)),
         streams=len(set(CURRENT.findall(whole))) + len(own),
         side_streams=len(own),
+        entered_streams=entered,
         collectives=tuple(sorted(set(re.findall(r"_c10d_functional\.(\w+)", whole)))),
         values=values,
     )

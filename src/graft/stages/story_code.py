@@ -32,7 +32,7 @@ class KernelRecord:
 class AutotuneRecord:
     """A call (`mm`) with its choices, or a Triton kernel with its configurations. ms: each with its time, the fastest
     first. tiles: block sizes and warps of a choice; a configuration is named by them. registers, spills: of a
-    configuration."""
+    configuration. failed: how many did not run on this device."""
 
     graph: str
     name: str
@@ -40,6 +40,7 @@ class AutotuneRecord:
     tiles: Mapping[str, str] = field(default_factory=dict)
     registers: Mapping[str, int] = field(default_factory=dict)
     spills: Mapping[str, int] = field(default_factory=dict)
+    failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class ValueRecord:
 class RuntimeStage:
     """allocations: of buffers in the generated code; reused: those that take over the memory of one that is done.
     partitions: parts of a graph that CUDA graphs are recorded of apart from what cannot be recorded (cuts). streams:
-    that generated code launches on; side_streams: the program's own among them, beside the current ones."""
+    that generated code launches on; side_streams: the program's own among them, beside the current ones;
+    entered_streams: those in whose contexts the program makes calls, which not every Inductor keeps."""
 
     problem: str = ""
     cudagraphs: tuple[CudagraphRecord, ...] = ()
@@ -110,5 +112,6 @@ class RuntimeStage:
     cuts: tuple[PartitionCut, ...] = ()
     streams: int = 0
     side_streams: int = 0
+    entered_streams: int = 0
     collectives: tuple[str, ...] = ()
     values: tuple[ValueRecord, ...] = ()  # in the order of the launches, where they were asked for

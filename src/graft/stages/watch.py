@@ -99,7 +99,7 @@ class StageWatch:
             post_grad=post_grad.post_grad_stage(self.post_grad, reports),
             scheduling=scheduling.scheduling_stage(self.scheduling, last, writes, by_node, self.functional.graphs),
             kernels=code,
-            runtime=runtime.runtime_stage(self.runtime, self.trace, self.values),
+            runtime=runtime.runtime_stage(self.runtime, self.trace, self.values, len(self.dynamo.streams)),
             caches=caches.cache_stage(self.trace, self.again, self.seconds, self.kept_bytes, self.fresh),
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from graft.stages.autotune import (
     SeenChoices,
     config_text,
     configs_of,
+    record_of,
     single_choices,
     tile_of,
     timing,
@@ -30,7 +31,15 @@ from graft.stages.tell import tell_story
 from graft.workbench.stages.text import story_lines
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-MM = SimpleNamespace(name="mm")
+
+
+class Choice(SimpleNamespace):
+    """As a key of timings."""
+
+    __hash__ = object.__hash__
+
+
+MM = Choice(name="mm")
 
 
 def matmul(x, w):
@@ -114,6 +123,14 @@ def test_tiles_of_templates():
     constants = "".join(f"    {name} : tl.constexpr = {size}\n" for name, size in sizes.items())
     source = f"def triton_tem_mm(arg_A):\n{constants}"
     assert template_tile(source) == "BLOCK_M 64, BLOCK_N 32" and template_tile("XBLOCK: tl.constexpr") == ""
+
+
+def test_a_choice_that_does_not_run_has_no_time():
+    fits, large = Choice(name="triton_mm_0"), Choice(name="triton_mm_1")
+    record = record_of("0/0", "mm", {large: float("inf"), fits: 0.02, MM: 0.01})
+    assert list(record.ms.items()) == [("mm", 0.01), ("triton_mm_0", 0.02)] and record.failed == 1
+    lines = texts(Story("f", "inductor", "2.13", "cuda:0", kernels=KernelStage(choices=(record,))))
+    assert "0/0 autotuned mm, 2 choices, 1 more did not run:" in lines
 
 
 def launcher(block: int, registers: int, spills: int) -> SimpleNamespace:

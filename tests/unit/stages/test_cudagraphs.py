@@ -7,9 +7,11 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch._inductor.cudagraph_trees
 import torch._inductor.cudagraph_utils
 import torch._inductor.scheduler
+import torch.fx.traceback
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
 from graft.stages import cudagraphs
@@ -30,7 +32,7 @@ from graft.stages.needs import Reached
 from graft.stages.runtime import runtime_stage
 from graft.stages.story import Story
 from graft.stages.story_code import CudagraphRecord, PartitionCut, RuntimeStage
-from graft.stages.tell import recorded_calls
+from graft.stages.tell import recorded_calls, tell_story
 from graft.stages.trace import TraceCollector, TraceRow
 from graft.workbench.stages.questions import why_no_cudagraph
 from graft.workbench.stages.text import story_lines
@@ -166,3 +168,20 @@ def test_a_piece_for_a_size_is_captured_if_it_was():
     assert (skipped.captured, skipped.reason) == (False, REASON)
     plain = PieceCompiled(8, 1, "compiled", 1.0, 2, captured=False, reason="the graph runs on cpu")
     assert settled(seen, plain) is plain
+
+
+def test_streams_that_the_code_does_not_keep_are_told():
+    """Inductor of torch 2.11 launches everything on the current stream."""
+
+    def beside(x):
+        with torch.fx.traceback.annotate({"stream": 3}):  # what Dynamo notes of `with torch.cuda.stream(...)`
+            y = x.sin()
+        return y + x
+
+    story = tell_story(beside, [(torch.ones(2),)], backend="eager")
+    assert story.dynamo.graphs and story.runtime.entered_streams == 1
+    told = texts(RuntimeStage(streams=1, entered_streams=1))
+    assert "streams that the program enters and the code does not: 1, whose work is on the current one" in told
+    kept = texts(RuntimeStage(streams=2, side_streams=1, entered_streams=1))
+    assert not any("does not" in line for line in kept)
+    assert tell_story(lambda x: x + 1, [(torch.ones(2),)], backend="eager").runtime.entered_streams == 0

@@ -237,7 +237,8 @@ def autotune_lines(one: AutotuneRecord) -> list[str]:
         if name in one.registers:
             facts.append(f"{one.registers[name]} registers, {one.spills.get(name, 0)} spilled")
         told.append(f"  {ms:.4f} ms {name}" + (f" ({', '.join(facts)})" if facts else ""))
-    return [f"{one.graph} autotuned {one.name}, {len(told)} choices:", *cut(told, FEW)]
+    failed = f", {one.failed} more did not run" if one.failed else ""
+    return [f"{one.graph} autotuned {one.name}, {len(told)} choices{failed}:", *cut(told, FEW)]
 
 
 def total_lines(timed: Sequence[KernelRecord]) -> list[str]:
@@ -299,7 +300,7 @@ def runtime_lines(story: Story) -> list[str]:
         f"{g} allocates {n} buffers, {stage.reused.get(g, 0)} in reused memory" for g, n in stage.allocations.items()
     ]
     lines += [line for g, n in stage.partitions.items() for line in partition_lines(stage, g, n)]
-    lines += [streams_line(stage)] if stage.streams else []
+    lines += streams_lines(stage)
     lines += [f"collectives: {', '.join(stage.collectives)}"] if stage.collectives else []
     return lines + [value_line(one) for one in stage.values]
 
@@ -313,11 +314,16 @@ def partition_lines(stage: RuntimeStage, graph: str, count: int) -> list[str]:
     return [f"{graph} is recorded in {count} part{'s' * (count != 1)}{around}"]
 
 
-def streams_line(stage: RuntimeStage) -> str:
-    current = stage.streams - stage.side_streams
+def streams_lines(stage: RuntimeStage) -> list[str]:
+    current, lost = stage.streams - stage.side_streams, stage.entered_streams - stage.side_streams
     parts = [f"{current} current stream{'s' * (current != 1)}"] if current else []
     parts += [f"{stage.side_streams} of the program's own"] if stage.side_streams else []
-    return f"launches on {' and '.join(parts)}"
+    lines = [f"launches on {' and '.join(parts)}"] if parts else []
+    if lost > 0:
+        lines.append(
+            f"streams that the program enters and the code does not: {lost}, whose work is on the current one"
+        )
+    return lines
 
 
 def value_line(one: ValueRecord) -> str:
