@@ -111,7 +111,7 @@ def dynamo_stage(seen: SeenDynamo, trace: TraceCollector) -> DynamoStage:
         breaks=read_breaks(trace),
         guards=guard_groups(seen.guards, trace),
         dearest=dearest(seen.guards),
-        guard_us=latency,
+        guard_us=latency | {graph: round(us, 3) for graph, us in seen.guards.cold.items()},
         guard_warm_us={graph: round(us, 3) for graph, us in seen.guards.warm.items()},
         recompilations=read_recompilations(trace, seen.failures),
         symbols=read_symbols(trace),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from graft.stages.trace import TraceCollector, current_graph
 
 NEEDS = (
     "torch._dynamo.guards:guard_manager_testing_hook_fn",
+    "torch._dynamo.guards:profile_guard_manager",
     "torch._C._dynamo.guards:RootGuardManager.get_leaf_guards",
     "torch._C._dynamo.guards:RootGuardManager.get_child_managers",
     "torch._C._dynamo.guards:RootGuardManager.get_source",
@@ -27,15 +29,17 @@ RELATIONS = (
     "STORAGE_OVERLAPPING",
 )  # one call alone changes what the next sees
 IN_A_ROW, REPEATS, ROUNDS = 10, 2, 6
+COLD_ROUNDS = 5  # torch's own one reading was 200 times this on busy cores
 DEAREST = 8  # guards of a graph that are told one by one
 MOST_NAMES = 8  # of what the guards of one kind are about
 
 
 @dataclass
 class SeenGuards:
-    """us: of each guard, by graph. warm: one check of all of them when nothing has been flushed."""
+    """costs: of each guard. By graph: warm, one check of all of them; cold, one after the caches were flushed."""
 
     costs: list[GuardCost] = field(default_factory=list)
+    cold: dict[str, float] = field(default_factory=dict)
     warm: dict[str, float] = field(default_factory=dict)
 
 
@@ -50,6 +54,9 @@ def watch_guards(seen: SeenGuards) -> Iterator[None]:
             graph = current_graph()
             seen.costs = [one for one in seen.costs if one.graph != graph]  # a frame that was traced again
             seen.warm[graph] = min(call_us(manager.root.check, scope) for _ in range(ROUNDS))
+            profile: Any = torch._dynamo.guards.profile_guard_manager  # by its name there: tests replace it
+            cold = [profile(manager.root, scope, 1) for _ in range(COLD_ROUNDS)]
+            seen.cold[graph] = statistics.median(cold)
             seen.costs += guard_costs(graph, manager.root, {**builder.scope, "L": scope}, seen.warm[graph])
 
         return hook

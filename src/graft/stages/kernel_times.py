@@ -39,22 +39,44 @@ class MeasuredKernel:
     shared: int | None = None
     tile: str = ""
     us_range: tuple[float, ...] = ()
+    shapes: int = 1  # of arguments that it is launched with; us is that of one launch on average
 
 
 def measure_graphs(
     graphs: Sequence[RunnableGraph], trace: TraceCollector, *, values: bool = False
 ) -> tuple[dict[tuple[str, str], MeasuredKernel], tuple[ValueRecord, ...]]:
     """For each kernel of each graph how long it takes; with `values`, also what every launch wrote."""
-    first: dict[tuple[str, str], NotedLaunch] = {}
+    by_shape: dict[tuple[str, str, tuple[str, ...]], list[NotedLaunch]] = {}
     written: list[ValueRecord] = []
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
     for graph in graphs:
-        kernels = {one.name: one for one in read_source(code.get(graph.graph, ""))}
-        launches = launches_of(graph, kernels, values)
+        sources = {one.name: one for one in read_source(code.get(graph.graph, ""))}
+        launches = launches_of(graph, sources, values)
         written += [record for launch in launches for record in launch.values]
         for launch in launches:
-            first.setdefault((graph.graph, launch.name), launch)
-    return measure_launches(first), tuple(written)
+            by_shape.setdefault((graph.graph, launch.name, arguments_of(launch)), []).append(launch)
+    times = measure_launches({key: several[0] for key, several in by_shape.items()})
+    kernels: dict[tuple[str, str], list[tuple[int, MeasuredKernel]]] = {}
+    for key, one in times.items():
+        kernels.setdefault(key[:2], []).append((len(by_shape[key]), one))
+    return {key: averaged(shapes) for key, shapes in kernels.items()}, tuple(written)
+
+
+def averaged(shapes: Sequence[tuple[int, MeasuredKernel]]) -> MeasuredKernel:
+    """Of launches with other shapes, each with how often: the time of one on average, the rest of the first."""
+    first = shapes[0][1]
+    problems = [one.problem for _, one in shapes if one.problem]
+    if len(shapes) == 1 or problems:
+        return replace(first, problem="".join(problems[:1]), us=0.0 if problems else first.us, shapes=len(shapes))
+    count = sum(times for times, _ in shapes)
+    us = sum(times * one.us for times, one in shapes) / count
+    ends = (sum(times * one.us_range[end] for times, one in shapes) / count for end in (0, 1))
+    return replace(first, us=round(us, 3), us_range=tuple(round(end, 3) for end in ends), shapes=len(shapes))
+
+
+def arguments_of(launch: NotedLaunch) -> tuple[str, ...]:
+    named = [f"{key}={argument_text(value)}" for key, value in launch.kwargs.items() if key != "stream"]
+    return (*map(argument_text, launch.args), *named)
 
 
 def measure_launches(launches: Mapping[T, NotedLaunch]) -> dict[T, MeasuredKernel]:
@@ -82,8 +104,7 @@ def middle(seconds: Sequence[float]) -> tuple[float, tuple[float, float]]:
 
 def called_again(launch: NotedLaunch) -> MeasuredKernel:
     """Its arguments and resources, and why it cannot be called again and again."""
-    named = [f"{key}={argument_text(value)}" for key, value in launch.kwargs.items() if key != "stream"]
-    found = MeasuredKernel(arguments=(*map(argument_text, launch.args), *named), **resources(launch.function))
+    found = MeasuredKernel(arguments=arguments_of(launch), **resources(launch.function))
     numbers = [
         (one, one.clone()) for one in tensors_of(launch) if not one.is_floating_point() and not one.is_complex()
     ]

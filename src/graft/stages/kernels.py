@@ -30,6 +30,7 @@ WRAPPED = "inductor_entry_impl("  # the function of C++ that calls the kernels, 
 IN_CPP = re.compile(r'^extern "C"\s+void\s+(\w+)\([^;{]*\)\n\{\n.*?^\}', re.M | re.S)
 TEMPLATE_TILE = re.compile(r"^\s+(BLOCK_[MNK])\s*: tl\.constexpr = (\d+)", re.M)
 IN_WRAPPER = "C++ calls it: option cpp_wrapper"
+NOT_LAUNCHED = "not launched by the first call, whose kernels alone are timed"
 NO_GPU = "registers and spills: of Triton kernels on a GPU; this run was on {device}"
 
 
@@ -120,7 +121,7 @@ def kernel_stage(
             found += kernels_of(row.graph, row.payload, launches_of(seen, row.graph), last)
     resources = NO_GPU.format(device=device) if not device.startswith("cuda") else ""
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
-    kernels = tuple(with_time(one, measured.get((one.graph, one.name))) for one in found)
+    kernels = tuple(with_time(one, measured.get((one.graph, one.name)), bool(measured)) for one in found)
     configs = configs_of(choices, kernels)
     return KernelStage(
         kernels=kernels, choices=tuple(choices.timed), configs=configs, single=single_choices(choices),
@@ -128,11 +129,13 @@ def kernel_stage(
     )  # fmt: skip
 
 
-def with_time(kernel: KernelRecord, found: Any) -> KernelRecord:
+def with_time(kernel: KernelRecord, found: Any, others: bool) -> KernelRecord:
+    """others: whether kernels were timed at all."""
     if found is None:
-        return kernel
+        return replace(kernel, not_timed=kernel.not_timed or NOT_LAUNCHED) if others else kernel
     return replace(
-        kernel, us=found.us, us_range=found.us_range, not_timed=found.problem, arguments=found.arguments,
+        kernel, us=found.us, us_range=found.us_range, shapes=found.shapes, not_timed=found.problem,
+        arguments=found.arguments,
         registers=found.registers, spills=found.spills, shared=found.shared,
         tile=", ".join(filter(None, (template_tile(kernel.source), found.tile))),
     )  # fmt: skip

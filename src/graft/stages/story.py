@@ -101,7 +101,9 @@ class DynamoStage:
     breaks: tuple[GraphBreak, ...] = ()
     guards: tuple[GuardGroup, ...] = ()
     dearest: tuple[GuardCost, ...] = ()  # of each graph the guards that cost most
-    guard_us: Mapping[str, float] = field(default_factory=dict)  # one check of all guards, nothing in the cache
+    guard_us: Mapping[str, float] = field(
+        default_factory=dict
+    )  # one check of all guards, nothing in the cache, the median
     guard_warm_us: Mapping[str, float] = field(default_factory=dict)  # the same, as in one call after the other
     recompilations: tuple[Recompilation, ...] = ()
     symbols: tuple[SymbolRecord, ...] = ()

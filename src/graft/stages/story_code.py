@@ -17,7 +17,7 @@ class KernelRecord:
     nodes: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     source: str = field(repr=False, default="")
-    us: float = 0.0  # one launch alone, its data in the cache, the median; 0 where it was not measured
+    us: float = 0.0  # one launch alone, on average, its data in the cache, the median; 0 where it was not measured
     us_range: tuple[float, ...] = ()  # of the readings without the lowest and the highest tenth
     not_timed: str = ""  # why
     arguments: tuple[str, ...] = ()  # of its first launch: `float32[4, 16] (16, 1) cpu`
@@ -25,6 +25,7 @@ class KernelRecord:
     spills: int | None = None
     shared: int | None = None
     tile: str = ""
+    shapes: int = 1  # of arguments that its launches have
     by_launch: tuple[tuple[str, ...], ...] = ()  # the nodes of each launch, where there are several
 
 

@@ -9,12 +9,13 @@ import torch
 
 import stage_programs as programs
 from graft.stages import kernel_times
-from graft.stages.kernel_times import CHANGES, measure_launches, middle, resources
+from graft.stages.kernel_times import CHANGES, MeasuredKernel, averaged, measure_launches, middle, resources
 from graft.stages.kernels import GeneratedKernel
 from graft.stages.launches import NotedLaunch, argument_text, parameter_names, value_record
 from graft.stages.story import Story
 from graft.stages.tell import tell_story
 from graft.workbench.stages.apart import tell_apart
+from graft.workbench.stages.text import story_lines
 
 CHECKED = {"assert_indirect_indexing": True, "debug_index_asserts": True}
 
@@ -101,6 +102,25 @@ def test_a_time_is_a_median_with_the_range_of_its_readings(monkeypatch):
     found = measure_launches({name: NotedLaunch(name, lambda: None, (), {}) for name in "ab"})
     assert calls == ["a", "b"] * 4  # in turn, and not one after the other
     assert (found["a"].us, found["a"].us_range, found["b"].us_range) == (2.0, (1.0, 3.0), (7.0, 7.0))
+
+
+def test_launches_with_other_shapes_have_times_of_their_own():
+    """15 matmuls of a decoder are not 15 times its first."""
+    small, large = (MeasuredKernel(us, us_range=(us - 1, us + 1), arguments=(str(us),)) for us in (10.0, 40.0))
+    found = averaged([(2, small), (1, large)])
+    assert (found.us, found.us_range, found.shapes, found.arguments) == (20.0, (19.0, 21.0), 2, ("10.0",))
+    assert averaged([(3, small)]) == small
+    failed = averaged([(2, small), (1, MeasuredKernel(problem="no"))])
+    assert (failed.us, failed.problem) == (0.0, "no")
+
+    def two(x, w, v):
+        return x @ w @ v
+
+    story = tell_story(two, [(torch.ones(4, 8), torch.ones(8, 16), torch.ones(16, 2))])
+    (mm,) = story.kernels.kernels
+    assert (mm.launches, mm.shapes) == (2, 2) and mm.us > 0
+    told = [line.text for line in story_lines(story, 5)]
+    assert any("2 launches with 2 shapes" in line and "each on average" in line for line in told), told
 
 
 def test_resources_of_a_triton_kernel():

@@ -117,6 +117,14 @@ def test_every_guard_has_its_cost(step):
     assert re.search(r"TENSOR_MATCH × 4 \d+\.\d\d µs", told) and "dearest: " in told
 
 
+def test_a_check_with_nothing_in_the_cache_is_a_median(monkeypatch, timed_guards):
+    """Of the one reading that torch takes a busy machine makes anything."""
+    readings = iter([9000.0, 50.0, 51.0, 52.0, 8000.0])
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: next(readings, 7000.0))
+    story = tell_story(programs.longer, programs.longer_inputs()[:1], backend="eager")
+    assert story.dynamo.guard_us == {"0/0": 52.0}
+
+
 def test_a_dear_guard_is_seen_as_that_and_aliases_are_not_timed():
     """300 entries of a dict, whose keys are compared one by one, against one number."""
     table = {f"k{index}": index for index in range(300)}

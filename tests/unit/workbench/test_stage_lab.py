@@ -14,7 +14,8 @@ import stage_programs as programs
 from graft.base.errors import DumpError, UsageError
 from graft.cli.app import app
 from graft.stages.follow import follow
-from graft.stages.story import DynamoStage, StageGraph, StageNode, Story
+from graft.stages.story import STAGES, DynamoStage, ScheduledNode, SchedulingStage, StageGraph, StageNode, Story
+from graft.stages.story_code import CudagraphRecord, RuntimeStage
 from graft.stages.tell import tell_story
 from graft.workbench.stages import questions
 from graft.workbench.stages.compare import diff_lines, diff_stories
@@ -202,6 +203,7 @@ def test_commands_answer_from_a_folder(folder):
     assert "all seven stages are the same" in run("diff", folder, folder)
     assert "5 kernels" in run(folder) and "5 kernels" not in run(folder, "--stage", 4)
     assert json.loads(run(folder, "--json"))["target"] == "step"
+    assert set(json.loads(run(folder, "--json", "--stage", 4))) & set(STAGES) == {"scheduling"}
     assert json.loads(run("ask", "cudagraph", folder, "--json"))["answer"]
     assert json.loads(run("why", folder, "%mm", "--json"))["items"][0]["kernels"] == ["extern_kernels.mm"]
     assert json.loads(run("diff", folder, folder, "--json"))["first"] is None
@@ -345,3 +347,33 @@ def test_dynamo_alone_takes_no_settings_of_inductor():
         assert f"{words[0]} does nothing to --backend eager" in run(
             f"{FILE_OF}:printed", "--backend", "eager", *words, code=2
         )
+
+
+def test_what_is_equal_in_many_graphs_is_told_once():
+    graphs = [f"0/{index}" for index in range(8)]
+    node = StageNode("add", "operator.add")
+    runs = RuntimeStage(
+        cudagraphs=tuple(CudagraphRecord(one, asked=False, recorded=False, reason="no") for one in graphs),
+        allocations=dict.fromkeys(graphs, 1),
+    )
+    many = Story(
+        "f", "inductor", "2.13", "cpu", runtime=runs,
+        dynamo=DynamoStage(graphs=tuple(StageGraph(one, "f", (node,)) for one in graphs)),
+        scheduling=SchedulingStage(nodes=tuple(ScheduledNode(one, "op0", "Pointwise", (), "op0") for one in graphs)),
+    )  # fmt: skip
+    told = [line.text.strip() for line in story_lines(many)]
+    assert "graph 0/0 f: 1 call: operator.add  × 8 graphs" in told
+    assert "0/0 CUDA graph skipped: no  × 8 graphs" in told
+    assert "0/0 allocates 1 buffer, 0 in reused memory  × 8 graphs" in told
+    assert "4 more graphs: 4 nodes" in told and sum(line.startswith("graph 0/") for line in told) == 1 + 4
+    other = replace(many.dynamo.graphs[7], nodes=(node, node))
+    apart = replace(many, dynamo=DynamoStage(graphs=(*many.dynamo.graphs[:7], other)))
+    told = [line.text.strip() for line in story_lines(apart, 1)]
+    assert "graph 0/7 f: 2 calls: operator.add × 2" in told
+
+
+def test_a_kernel_that_the_first_call_does_not_launch_says_why_it_has_no_time():
+    told = story("longer", "inductor")
+    first, second = told.kernels.kernels
+    assert first.us and not first.not_timed and not second.us and "not launched by the first call" in second.not_timed
+    assert any(line.text.strip().startswith("not timed, 1 kernel: not launched") for line in story_lines(told, 5))

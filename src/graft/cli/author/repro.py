@@ -78,7 +78,7 @@ def repro_kernel(folder: Path, name: str, output: Path | None, as_json: bool) ->
     from graft.cli.show import busy, out
     from graft.workbench.repro.kernel import find_kernel, kernel_source, time_file
     from graft.workbench.stages.saved import open_story
-    from graft.workbench.stages.text import times_text
+    from graft.workbench.stages.words import times_text
 
     story = open_story(folder)
     if not name:

@@ -102,6 +102,7 @@ def show(
 
     The exit code is 1 where the run ended before its end; the story then says in which stage and why.
     """
+    from graft.stages.story import STAGES
     from graft.workbench.stages.saved import save_story
     from graft.workbench.stages.text import story_lines
 
@@ -115,7 +116,8 @@ def show(
     if output is not None:
         save_story(story, output)
     if as_json:
-        print_json("stages", story.to_dict())
+        left_out = [name for number, name in enumerate(STAGES, 1) if stage not in (None, number)]
+        print_json("stages", {key: value for key, value in story.to_dict().items() if key not in left_out})
     else:
         print_lines(story_lines(story, stage))
     if story.end is not None:

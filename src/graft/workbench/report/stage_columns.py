@@ -10,7 +10,8 @@ from typing import Any
 from graft.stages.follow import NO_CALLS, leaf_names, nodes_of
 from graft.stages.story import STAGES, ScheduledNode, StageNode, Story
 from graft.stages.story_code import KernelRecord
-from graft.workbench.stages.text import SECTIONS, TITLES, kernel_time, lines_text, lookup_line
+from graft.workbench.stages.kernel_text import kernel_time, lines_text
+from graft.workbench.stages.text import SECTIONS, TITLES, lookup_line
 
 LAYER = re.compile(r"\b(\w+)\.(\d+)\b")
 
@@ -167,11 +168,12 @@ def add_kernels(
 
 def kernel_facts(kernel: KernelRecord) -> Iterator[tuple[str, str]]:
     yield "language", kernel.language
-    yield "launches", str(kernel.launches)
+    yield "launches", f"{kernel.launches}{f' with {kernel.shapes} shapes' if kernel.shapes > 1 else ''}"
     if kernel.lines:
         yield "lines", ", ".join(kernel.lines)
     between = f", readings from {kernel.us_range[0]} to {kernel.us_range[-1]}" if kernel.us_range else ""
-    timed = [("one launch", f"{kernel.us} µs{between}")] if kernel.us else [("not timed", kernel.not_timed)]
+    each = "one launch on average" if kernel.shapes > 1 else "one launch"
+    timed = [(each, f"{kernel.us} µs{between}")] if kernel.us else [("not timed", kernel.not_timed)]
     yield from (fact for fact in (*timed, ("tile", kernel.tile)) if fact[1])
     if kernel.registers is not None:
         yield "registers", f"{kernel.registers}, {kernel.spills or 0} spilled, {kernel.shared or 0} bytes shared"

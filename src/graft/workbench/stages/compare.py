@@ -12,8 +12,9 @@ from typing import Any
 from graft.stages.follow import NO_CALLS
 from graft.stages.story import STAGES, StageGraph, StageNode, Story
 from graft.workbench.diff_text import StyledLine
-from graft.workbench.stages.text import TITLES, cut
+from graft.workbench.stages.text import TITLES
 from graft.workbench.stages.times import KernelTimes, diff_times, time_lines
+from graft.workbench.stages.words import cut
 
 NAME = re.compile(r"%(\w+)")
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from graft.base.errors import UsageError, near
 from graft.stages.follow import Trail, follow, leaf_names
 from graft.stages.story import CacheLookup, Refusal, Story
-from graft.workbench.stages.text import bytes_text, called_from, values_told
+from graft.workbench.stages.text import called_from, values_told
+from graft.workbench.stages.words import bytes_text
 
 NO_KEY = re.compile(r"custom pass|call_function target", re.IGNORECASE)  # in the reason of a bypass
 CALLS = ("ExternKernel", "FallbackKernel", "MultiOutput")  # kinds of IR that are calls, not loops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from graft.stages.story import (
@@ -23,8 +23,10 @@ from graft.stages.story import (
     Story,
     SymbolRecord,
 )
-from graft.stages.story_code import AutotuneRecord, KernelRecord, RuntimeStage, ValueRecord
+from graft.stages.story_code import RuntimeStage, ValueRecord
 from graft.workbench.diff_text import StyledLine
+from graft.workbench.stages.kernel_text import kernel_lines
+from graft.workbench.stages.words import FEW, MOST, by_graph, bytes_text, counts, cut, folded, plural
 
 TITLES = (
     "Dynamo",
@@ -35,8 +37,6 @@ TITLES = (
     "runtime",
     "caches",
 )
-FEW = 4
-MOST = 12  # lines of one kind; the rest is in --json and in -o DIR
 
 
 def story_lines(story: Story, stage: int | None = None) -> list[StyledLine]:
@@ -65,35 +65,23 @@ def stage_lines(story: Story, number: int, name: str) -> list[StyledLine]:
     return lines + [StyledLine("plain", f"  {line}") for line in told]
 
 
-def cut(lines: Sequence[str], most: int = MOST) -> list[str]:
-    return [*lines[:most], *([f"… {len(lines) - most} more"] if len(lines) > most else [])]
-
-
-def folded(lines: Iterable[str]) -> list[str]:
-    """Lines that differ in the numbers of names alone: once, with how often."""
-    groups: dict[str, list[str]] = {}
-    for line in lines:
-        groups.setdefault(re.sub(r"(?<=[A-Za-z])_\d+\b|(?<=layers\.)\d+", "", line), []).append(line)
-    return [f"{same[0]}{f'  × {len(same)}' if len(same) > 1 else ''}" for same in groups.values()]
-
-
-def counts(counter: dict[str, int] | Counter[str]) -> str:
-    return ", ".join(f"{name}{f' × {n}' if n > 1 else ''}" for name, n in Counter(counter).most_common(6))
-
-
 def graph_line(graph: StageGraph) -> str:
     called = [node.op for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     frame = f" {graph.frame}" if graph.frame else ""
-    return f"graph {graph.graph}{frame}: {len(called)} calls: {counts(Counter(called))}"
+    return f"graph {graph.graph}{frame}: {plural(len(called), 'call')}: {counts(Counter(called))}"
 
 
 def dynamo_lines(story: Story) -> list[str]:
     stage = story.dynamo
-    lines = cut([graph_line(graph) for graph in stage.graphs])
+    lines = cut(by_graph(map(graph_line, stage.graphs)))
     lines += [f"break at {one.line or 'an unknown line'}{called_from(one)}: {one.reason}" for one in stage.breaks]
     lines += [] if stage.breaks or not stage.graphs else ["no graph breaks"]
-    for graph in dict.fromkeys(group.graph for group in stage.guards):
-        lines += guard_lines(stage, graph)
+    guarded = list(dict.fromkeys(group.graph for group in stage.guards))
+    lines += [line for graph in guarded[:FEW] for line in guard_lines(stage, graph)]
+    if rest := guarded[FEW:]:
+        lines.append(
+            f"guards of {plural(len(rest), 'more graph')}: {sum(g.count for g in stage.guards if g.graph in rest)}"
+        )
     lines += cut(list(map(recompilation_line, stage.recompilations)))
     lines += cut(list(map(symbol_line, stage.symbols)))
     return [*lines, *stage.notes]
@@ -144,8 +132,8 @@ def microseconds(group: GuardGroup) -> str:
 
 def functional_lines(story: Story) -> list[str]:
     stage = story.functional
-    lines = [f"functional {graph_line(graph)}" for graph in stage.whole[:MOST]]
-    lines += [f"decomposed {graph_line(graph)}" for graph in stage.graphs[:MOST]]
+    lines = cut(by_graph(f"functional {graph_line(graph)}" for graph in stage.whole))
+    lines += cut(by_graph(f"decomposed {graph_line(graph)}" for graph in stage.graphs))
     apart = [f"{one.op} → {', '.join(one.into)}  × {one.times}" for one in stage.decompositions]
     lines += cut(list(dict.fromkeys(apart)))
     lines += cut(folded(map(mutation_line, stage.mutations)))
@@ -159,14 +147,15 @@ def mutation_line(one: Mutation) -> str:
 
 def post_grad_lines(story: Story) -> list[str]:
     stage = story.post_grad
-    lines = [graph_line(graph) for graph in stage.graphs[:MOST]]
+    lines = cut(by_graph(map(graph_line, stage.graphs)))
     for one in stage.passes:
         if one.removed or one.added or one.matches:
             lines.append(f"{one.graph} {one.subsystem or 'pass'}/{one.name}: {change_text(one)}")
     lines = cut(folded(lines), 2 * MOST)
     for one in stage.fusions:
         if one.matches or one.near_misses:
-            lines.append(f"graft {one.transform}: {one.matches} matches, {len(one.near_misses)} near misses")
+            near = f"{len(one.near_misses)} near miss{'es' * (len(one.near_misses) != 1)}"
+            lines.append(f"graft {one.transform}: {one.matches} match{'es' * (one.matches != 1)}, {near}")
             lines += [f"  near miss {miss}" for miss in cut(list(one.near_misses), 3)]
     return lines
 
@@ -182,26 +171,28 @@ def change_text(run: PassRun) -> str:
 
 
 def scheduling_lines(story: Story) -> list[str]:
-    stage, lines = story.scheduling, []
-    for graph in dict.fromkeys(node.graph for node in stage.nodes):
-        nodes = [node for node in stage.nodes if node.graph == graph]
-        groups = Counter(node.group for node in nodes)
-        before, after = stage.bytes_before.get(graph, 0), stage.bytes_after.get(graph, 0)
-        lines.append(
-            f"graph {graph}: {len(nodes)} nodes in {len(groups)} groups, moving {before:,} → {after:,} bytes"
-        )
-        kinds = counts(Counter(node.kind for node in nodes))
-        lines.append(f"  {kinds}")
-        fused = [f"  {name}: {count} nodes fused" for name, count in groups.items() if count > 1]
-        lines += cut(fused, 4)
-        lines += [f"  {line}" for line in cut(list(map(node_line, nodes)), FEW)]
-    reasons = Counter()
-    for one in stage.refusals:
-        reasons[re.sub(r"\d+", "N", one.reason)] += 1
-    for reason, times in reasons.most_common(MOST):
-        lines.append(f"not fused, {times} pair{'s' if times > 1 else ''}: {reason}")
+    stage = story.scheduling
+    graphs = list(dict.fromkeys(node.graph for node in stage.nodes))
+    lines = [line for graph in graphs[:FEW] for line in scheduled_lines(story, graph)]
+    if rest := graphs[FEW:]:
+        count = sum(node.graph in rest for node in stage.nodes)
+        lines.append(f"{plural(len(rest), 'more graph')}: {plural(count, 'node')}")
+    reasons = Counter(re.sub(r"\d+", "N", one.reason) for one in stage.refusals)
+    lines += [f"not fused, {plural(times, 'pair')}: {reason}" for reason, times in reasons.most_common(MOST)]
     lines += cut(folded(map(copy_line, stage.copies)))
     return lines if stage.copies or not stage.nodes else [*lines, "no copies"]
+
+
+def scheduled_lines(story: Story, graph: str) -> list[str]:
+    stage = story.scheduling
+    nodes = [node for node in stage.nodes if node.graph == graph]
+    groups = Counter(node.group for node in nodes)
+    before, after = stage.bytes_before.get(graph, 0), stage.bytes_after.get(graph, 0)
+    found = f"{plural(len(nodes), 'node')} in {plural(len(groups), 'group')}"
+    lines = [f"graph {graph}: {found}, moving {before:,} → {after:,} bytes"]
+    lines.append(f"  {counts(Counter(node.kind for node in nodes))}")
+    fused = [f"  {name}: {count} nodes fused" for name, count in groups.items() if count > 1]
+    return [*lines, *cut(fused, 4), *(f"  {line}" for line in cut(list(map(node_line, nodes)), FEW))]
 
 
 def node_line(node: ScheduledNode) -> str:
@@ -217,88 +208,17 @@ def copy_line(one: CopyRecord) -> str:
     return f"copy of {bytes_text(one.bytes)} at %{one.node} {one.line}: {one.reason}{where}"
 
 
-def kernel_lines(story: Story) -> list[str]:
-    stage = story.kernels
-    lines = cut(folded(kernel_line(kernel) for kernel in stage.kernels), 2 * MOST)
-    lines += [line for one in (*stage.choices, *stage.configs) for line in autotune_lines(one)]
-    lines += cut(folded(f"{one.graph} nothing to choose for {one.name}: {one.reason}" for one in stage.single))
-    lines += [stage.autotuning] if stage.autotuning and stage.kernels else []
-    lines += total_lines([kernel for kernel in stage.kernels if kernel.us])
-    untimed = Counter(kernel.not_timed for kernel in stage.kernels if kernel.not_timed)
-    lines += [f"not timed, {times} kernels: {reason}" for reason, times in untimed.items()]
-    return [*lines, *([stage.resources] if stage.resources and stage.kernels else [])]
-
-
-def autotune_lines(one: AutotuneRecord) -> list[str]:
-    """The fastest few of a call's choices or a kernel's configurations, each with its tiles."""
-    told = []
-    for name, ms in one.ms.items():
-        facts = [one.tiles[name]] if name in one.tiles else []
-        if name in one.registers:
-            facts.append(f"{one.registers[name]} registers, {one.spills.get(name, 0)} spilled")
-        told.append(f"  {ms:.4f} ms {name}" + (f" ({', '.join(facts)})" if facts else ""))
-    failed = f", {one.failed} more did not run" if one.failed else ""
-    return [f"{one.graph} autotuned {one.name}, {len(told)} choices{failed}:", *cut(told, FEW)]
-
-
-def total_lines(timed: Sequence[KernelRecord]) -> list[str]:
-    """Of all launches, and which kernel takes most; several where their readings overlap."""
-    if not timed:
-        return []
-    sums = [
-        sum(one.launches * at for one, at in zip(timed, side, strict=True))
-        for side in zip(*map(range_of, timed), strict=True)
-    ]
-    slowest = max(timed, key=lambda one: one.us * one.launches)
-    least = range_of(slowest)[0] * slowest.launches
-    most = [one.name for one in timed if one is slowest or range_of(one)[1] * one.launches > least]
-    total = times_text(sum(one.us * one.launches for one in timed), sums)
-    which = most[0] if len(most) == 1 else f"{' or '.join(most[:3])}{' …' * (len(most) > 3)} (within noise)"
-    launches = sum(one.launches for one in timed)
-    if launches == 1:
-        return []
-    return [f"{total} in {launches} launches, each alone; most in {which}"]
-
-
-def range_of(kernel: KernelRecord) -> tuple[float, float]:
-    return (kernel.us_range[0], kernel.us_range[-1]) if kernel.us_range else (kernel.us, kernel.us)
-
-
-def times_text(us: float, between: Sequence[float] = ()) -> str:
-    """`3.2 µs`, with the range of its readings where they differ: `3.2 µs (2.9 to 4.1)`."""
-    ends = [f"{one:.1f}" for one in between]
-    return f"{us:.1f} µs" + (f" ({ends[0]} to {ends[-1]})" if len(set(ends)) > 1 else "")
-
-
-def kernel_line(kernel: KernelRecord) -> str:
-    launches = f", {kernel.launches} launches" if kernel.launches > 1 else ""
-    of = f" of {lines_text(kernel)}" if kernel.lines else ""
-    what = f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} node{'s' * (len(kernel.nodes) != 1)}"
-    tile = f", tile {kernel.tile}" if kernel.tile else ""
-    return f"{what}{launches}{kernel_time(kernel)}{tile}{of}"
-
-
-def lines_text(kernel: KernelRecord) -> str:
-    return ", ".join(kernel.lines[:3]) + (" …" if len(kernel.lines) > 3 else "")
-
-
-def kernel_time(kernel: KernelRecord) -> str:
-    """`, 3.2 µs (2.9 to 4.1), 32 registers, 8 spilled`."""
-    parts = [times_text(kernel.us, kernel.us_range)] if kernel.us else []
-    if kernel.registers is not None:
-        parts.append(f"{kernel.registers} registers, {kernel.spills or 0} spilled")
-    return "".join(f", {part}" for part in parts)
-
-
 def runtime_lines(story: Story) -> list[str]:
     stage = story.runtime
-    lines = [
+    records = (
         f"{one.graph} CUDA graph {'recorded' if one.recorded else 'skipped'}{f': {one.reason}' if one.reason else ''}"
         for one in stage.cudagraphs
-    ]
-    lines += [
-        f"{g} allocates {n} buffers, {stage.reused.get(g, 0)} in reused memory" for g, n in stage.allocations.items()
-    ]
+    )
+    allocations = (
+        f"{g} allocates {plural(n, 'buffer')}, {stage.reused.get(g, 0)} in reused memory"
+        for g, n in stage.allocations.items()
+    )
+    lines = cut([*by_graph(records), *by_graph(allocations)], 2 * MOST)
     lines += [line for g, n in stage.partitions.items() for line in partition_lines(stage, g, n)]
     lines += streams_lines(stage)
     lines += [f"collectives: {', '.join(stage.collectives)}"] if stage.collectives else []
@@ -311,12 +231,12 @@ def partition_lines(stage: RuntimeStage, graph: str, count: int) -> list[str]:
     if count == 1 and not cuts:
         return []
     around = f", around {', '.join(cut(cuts, FEW))}" if cuts else ""
-    return [f"{graph} is recorded in {count} part{'s' * (count != 1)}{around}"]
+    return [f"{graph} is recorded in {plural(count, 'part')}{around}"]
 
 
 def streams_lines(stage: RuntimeStage) -> list[str]:
     current, lost = stage.streams - stage.side_streams, stage.entered_streams - stage.side_streams
-    parts = [f"{current} current stream{'s' * (current != 1)}"] if current else []
+    parts = [plural(current, "current stream")] if current else []
     parts += [f"{stage.side_streams} of the program's own"] if stage.side_streams else []
     lines = [f"launches on {' and '.join(parts)}"] if parts else []
     if lost > 0:
@@ -334,9 +254,9 @@ def value_line(one: ValueRecord) -> str:
 
 def cache_lines(story: Story) -> list[str]:
     stage = story.caches
-    lines = [lookup_line(one) for one in stage.lookups]
+    lines = by_graph(map(lookup_line, stage.lookups))
     if stage.again:
-        lines += [f"again {lookup_line(one)}" for one in stage.again]
+        lines += by_graph(f"again {lookup_line(one)}" for one in stage.again)
         first, second = stage.seconds
         lines.append(f"first call {first:.2f} s, again {second:.2f} s; the caches hold {bytes_text(stage.bytes)}")
     return [*cut(lines, 2 * MOST), *(fresh_lines(stage.fresh, stage.seconds[0]) if stage.fresh else [])]
@@ -353,10 +273,6 @@ def fresh_lines(fresh: FreshProcess, first: float) -> list[str]:
 
 def lookup_line(one: CacheLookup) -> str:
     return f"{one.graph} {one.cache}: {one.outcome}{f' ({one.reason})' if one.reason else ''}"
-
-
-def bytes_text(count: int | str) -> str:
-    return f"{count:,} bytes" if isinstance(count, int) else f"{count} bytes"
 
 
 SECTIONS: dict[str, Callable[[Story], list[str]]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graft.stages.story import Story
 from graft.workbench.diff_text import StyledLine
-from graft.workbench.stages.text import cut, range_of, times_text
+from graft.workbench.stages.words import cut, range_of, times_text
 
 # What two processes with the same code differ by, beside the range of readings in one of them: on busy cores a small
 # matmul took 2.6 µs in three processes and 4.5 in the fourth; a GPU is timed by its own events.
