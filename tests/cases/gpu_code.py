@@ -137,6 +137,27 @@ for kind in KINDS if sys.argv[1] == "2" else KINDS[:1]:
     print("widened", *found, "shared", made.metadata.shared)
 """
 
+PEERS = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from graft.ops.all_reduce_add_norm.triton import all_reduce_add_norm_kernel as kernel
+from graft.ops.peers import LANES, flags_at
+
+fixed = dict(WORLD=2, WIDTH=8192, FLAGS=flags_at(8192), CAST_LAST=False, WIDE=False, LANES=LANES, BLOCK=4096)
+signature = dict.fromkeys(("x", "residual", "weight", "out", "total"), "*bf16") | dict(eps="fp32", offset="fp32")
+signature |= dict(bases="*i64", epochs="*i64") | dict.fromkeys(fixed, "constexpr")
+signature = {name: signature.get(name, "i32") for name in kernel.arg_names}
+aligned = [name for name in signature if signature[name][0] == "*" or name in ("stride_x", "stride_r", "d")]
+at = kernel.arg_names.index
+places = {(at(name),): [["tt.divisibility", 16]] for name in aligned}
+source = ASTSource(kernel, signature, {(at(name),): value for name, value in fixed.items()}, places)
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "debug": True})
+found = re.findall(r"(?:ld|atom)[.](?:volatile|global[.]sys)[.\\w]*", made.asm["ptx"])
+print("peers", *sorted(set(found)), "asserts" if "__assertfail" in made.asm["ptx"] else "")
+"""
+
 
 @cache
 def compiled(full: bool = FULL) -> subprocess.CompletedProcess[str]:
@@ -144,6 +165,6 @@ def compiled(full: bool = FULL) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with TemporaryDirectory() as folder:
         program = Path(folder, "kernels.py")  # Triton reads the source of its functions
-        program.write_text(ROTATIONS + FLASH + MIXED)
+        program.write_text(ROTATIONS + FLASH + MIXED + PEERS)
         command = [sys.executable, str(program), "2" if full else "1"]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)

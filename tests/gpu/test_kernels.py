@@ -13,7 +13,7 @@ from graft.ops.cases import tolerance
 from graft.ops.selection import problem_of
 
 CPU_ONLY = {"packed_embedding"}  # its tiles are the native backend's: no graph for a GPU has it
-RANKS = {"all_reduce", "all_gather"}  # one process has no other rank to exchange with
+RANKS = {"all_reduce", "all_gather", "all_reduce_add_norm"}  # one process has no other rank to exchange with
 # the first two are in captured graphs alone, where an engine has others in their place; prompts of the third are
 # computed by the reference, and it is off on a GPU
 REFERENCE = {"causal_conv", "latent_attention", "paged_latent_attention"}

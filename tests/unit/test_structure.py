@@ -27,6 +27,7 @@ PRIVATE_ALLOWED = {
     *(f"stages/{name}.py" for name in ("guards", "kernels", "runtime", "caches", "buckets", "recompiles", "origins")),
     *(f"stages/{name}.py" for name in ("autotune", "cudagraphs")),
     *("ir/constants.py", "ir/trace.py"),  # dispatch modes have no public names
+    "dist/peer_memory.py",  # symmetric memory
     "ir/program/host_samples.py",  # Dynamo's table of numpy's functions
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graft.base.errors import RankFailed, RanksDiffer, UsageError
 from graft.ops import ranks
+from graft.ops.peers import PeerMemory
 
 STUCK = timedelta(minutes=10)  # one exchange takes milliseconds; a first step may compile for minutes
 IDLE = timedelta(days=365)  # a rank without work waits for the next message
@@ -38,6 +39,7 @@ class TorchGroup:
     calls: int = 0
     bytes: int = 0
     broken: bool = False  # a rank is gone
+    peers: dict[int, PeerMemory] = field(default_factory=dict)  # by the bytes of a row
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -51,6 +53,28 @@ class TorchGroup:
         with self.counted(own):
             distributed.all_gather(parts, own, group=self.data)
         return torch.cat(parts, dim=-1)
+
+    def peer_memory(self, width: int, x: Tensor) -> PeerMemory:
+        """All ranks ask at the same call of the same graph, so that they meet when it is made."""
+        if width not in self.peers:
+            from graft.dist.peer_memory import share_memory
+
+            self.peers[width] = share_memory(self, width, x.device)
+        with self.counted(x):
+            return self.peers[width]
+
+    def settle(self) -> None:
+        """Behind a step: kernels that waited for a rank that is gone have given up, and their numbers are nobody's."""
+        if self.peers:
+            torch.cuda.synchronize()
+        if self.peers and self.broken:
+            raise RankFailed(None, "it never wrote its part of a sum; what it has printed says why")
+
+    def give_up(self) -> None:
+        """A rank is gone; whatever waits for it here ends."""
+        self.broken = True
+        for memory in self.peers.values():
+            memory.let_go()
 
     @contextmanager
     def counted(self, x: Tensor) -> Iterator[None]:

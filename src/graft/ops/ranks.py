@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from graft.base.errors import NoRanks
+
+if TYPE_CHECKING:
+    from graft.ops.peers import PeerMemory
 
 Result = TypeVar("Result")
 STUCK = 600.0  # seconds; a rank that made fewer exchanges than the others never comes
@@ -42,6 +45,10 @@ class RankGroup(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The parts of all ranks side by side in the last dim."""
+        ...
+
+    def peer_memory(self, width: int, x: Tensor) -> PeerMemory:
+        """Memory that all ranks read of each other (peers.py), for an exchange of x in rows of so many bytes."""
         ...
 
 
@@ -115,6 +122,9 @@ class ThreadRank:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.exchange(x), dim=-1)
+
+    def peer_memory(self, width: int, x: Tensor) -> PeerMemory:  # noqa: ARG002
+        raise NoRanks("ranks that are threads of one process have no memory that kernels wait for each other in")
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         self.meeting.parts[self.rank] = x

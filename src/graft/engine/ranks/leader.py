@@ -47,7 +47,9 @@ class LeaderGraph:
 
     def step(self, inputs: Sequence[Tensor]) -> Any:
         self.messages.send(STEP, inputs[: len(NAMES)])
-        return self.graph(*inputs)
+        result = self.graph(*inputs)
+        self.group.settle()
+        return result
 
     def copy(self, tensors: Sequence[Tensor], moves: Sequence[Move]) -> None:
         """copy_blocks, on every rank. It refuses other moves: ranks have no host memory for blocks."""
@@ -84,7 +86,7 @@ class LeaderGraph:
     def gone(self, failed: RankFailed) -> None:
         """A worker died, whatever rank 0 was doing."""
         self.lost = self.lost or failed
-        self.group.broken = True
+        self.group.give_up()
 
     def failure(self, error: Exception) -> RankFailed:
         """The worker that died, or what went wrong here."""
@@ -92,7 +94,7 @@ class LeaderGraph:
         return found or failed_rank(error)
 
     def end(self) -> None:
-        self.group.broken = True
+        self.group.give_up()
         if self.workers is not None:
             self.workers.stop()
 
