@@ -3,16 +3,22 @@
     python -m benchmarks.tensor_parallel qwen2.5-0.5b --ranks 1,2  # ms a step, MB a process, share of communication
     python -m benchmarks.tensor_parallel qwen2.5-0.5b --turns      # 2 ranks and 1 in turns, as many threads in all
     python -m benchmarks.tensor_parallel --norms                   # an exchange, and the residual and norm behind it
-    python -m benchmarks.tensor_parallel --predict                 # the table of docs/scale.md
+    python -m benchmarks.tensor_parallel --predict                 # the tables of docs/scale.md
 
 The prediction is a formula, not a measurement:
 
     step(N) = weights / (N · rate) + batch · context · kv / (min(N, kv_heads) · rate) + 2 · layers · exchange(N)
     exchange(N) = latency + 2 (N - 1) / N · batch · hidden · 2 bytes / link
 
+and of sequence parallelism, which has a reduce-scatter, a norm of its share of the rows and an all-gather in place of
+an all-reduce and a norm of all rows (the same bytes over the link, 4 values of each row read or written by the norm):
+
+    saved(N) = 2 · layers · (4 (N - 1) / N · tokens · hidden · 2 bytes / rate - latency)
+    prompt(N) = 2 · parameters · tokens / (N · flops) + 2 · layers · exchange(N), without attention's scores
+
 rate: bytes a second that a decode step of one GPU reads, from the measured step of Llama-3.1-8B in bfloat16
 (benchmarks/RESULTS.md: 270 tokens/s). link and latency: NVLink 4 as published (450 GB/s each way), and what an
-all-reduce of a few KB takes at best, which is assumed.
+all-reduce of a few KB takes at best, which is assumed. flops: two thirds of 990 · 10^12, as published (assumed).
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ MEASURED = 270  # tokens a second, Llama-3.1-8B, bfloat16, batch 1, one H200
 LINK = 450e9  # bytes a second each way, NVLink 4
 LATENCY = 12e-6  # seconds of an all-reduce of a few KB inside a CUDA graph (assumed)
 CONTEXT = 1024
+FLOPS = 660e12  # multiplications and additions a second of large GEMMs in bfloat16 (assumed)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,25 @@ def predict() -> str:
                     f"{1000 * seconds:.2f} ms, {batch / seconds:,.0f} tok/s ({waits / seconds:.0%} exchanges)"
                 )
             lines.append(f"| {shape.name} | {batch} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def sequence(shape: Shape, world: int, tokens: int) -> tuple[float, float]:
+    """Seconds that sequence parallelism saves in a step of prompts, and of the step without it."""
+    row = shape.hidden * 2
+    saved = 2 * shape.layers * (4 * (world - 1) / world * tokens * row / RATE - LATENCY)
+    return saved, shape.weights * tokens / (world * FLOPS) + 2 * shape.layers * exchange(world, tokens * row)
+
+
+def predict_sequence() -> str:
+    lines = ["| predicted | tokens of prompts | 2 GPUs | 4 | 8 |", "|---|---|---|---|---|"]
+    for shape in SHAPES:
+        for tokens in (512, 2048, 8192):
+            cells = []
+            for world in (2, 4, 8):
+                saved, whole = sequence(shape, world, tokens)
+                cells.append(f"{1000 * saved:+.2f} of {1000 * whole:.1f} ms ({saved / whole:+.1%})")
+            lines.append(f"| {shape.name} | {tokens:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -205,7 +231,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="one measurement, in this process")
     asked = parser.parse_args()
     if asked.predict:
-        print(predict())
+        print(predict(), predict_sequence(), sep="\n\n")
         return
     if asked.norms:
         norms()

@@ -226,6 +226,22 @@ def test_more_ranks_and_families_give_the_tokens_of_one(family, world, backend):
     assert all(process.wait(SOON) is not None for process in processes)
 
 
+@pytest.mark.exhaustive  # ranks as threads: test_fuse_all_reduce_norm.py
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize(("world", "backend"), [(2, "eager"), (4, "eager"), (2, "native"), (4, "native")])
+def test_a_sum_that_is_normed_by_one_op_gives_the_tokens_of_one(world, backend):
+    """All sums of two layers but the last, whose rows are chosen before they are normed."""
+    expected = tokens_of(graft.LLM("tiny-llama", backend=backend, **OPTIONS))
+    llm = start("llama", world, backend, config={"transforms": {"fuse_all_reduce_norm": {"enabled": True}}})
+    assert tokens_of(llm) == expected
+    record = llm.report.transforms["fuse_all_reduce_norm"]
+    assert record.status == "applied" and len(record.matches) == 3
+    assert any("aten.add" in miss.reason for miss in record.near_misses), "the last"
+    note = next(note for note in llm.report.notes if note.startswith("tensor parallel"))
+    assert f"{world} ranks over gloo; 6 exchanges" in note
+    llm.engine.graph.close()
+
+
 COMMAND = [
     "-m",
     "graft",

@@ -24,12 +24,13 @@ from graft.testing.negatives import examples, literals, positive, variants
 from marks import KINDS, cross, firsts, short
 
 load_all()
+OTHERS = ("insert_kv_cache", "insert_state_cache", "widen_linear", "fuse_all_reduce_norm")
 PATTERNS = [
     (name, rewrite, path)
     for name in TransformRegistry.names()
     for config in [load_config().transforms[name]]
-    # those of decode steps, of a new input and of one kind of CPU have tests of their own
-    if not hasattr(config, "devices") and name not in ("insert_kv_cache", "insert_state_cache", "widen_linear")
+    # those of decode steps, of a new input, of one kind of CPU and of several ranks have tests of their own
+    if not hasattr(config, "devices") and name not in OTHERS
     for rewrite in getattr(TransformRegistry.get(name)(config), "rewrites", lambda: [])()
     for path in variants(rewrite)
 ]
