@@ -16,7 +16,7 @@ from torch import Tensor
 from graft.dist.group import TorchGroup
 
 SHORT = 4096  # ints of the first broadcast: a decode step of 256 sequences has about 2,000
-STEP, COPY, STOP, SAVE = 1, 2, 3, 4
+STEP, COPY, STOP, SAVE, COPY_STATE = 1, 2, 3, 4, 5
 
 
 def as_ints(text: str) -> Tensor:

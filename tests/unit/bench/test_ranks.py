@@ -32,7 +32,7 @@ class HalfModel:
 
     def __post_init__(self):
         group = TorchGroup(0, 2, self.backend, None, None)
-        leader = LeaderGraph("lowered", group)
+        leader = LeaderGraph("lowered", group, 2)
         leader.steps, leader.seconds = 4, 2.0
         group.calls, group.bytes, group.seconds = 24, 4096, 0.5
         self.engine = SimpleNamespace(graph=leader)

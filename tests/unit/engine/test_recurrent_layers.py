@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from conftest import graph_of, resized, tiny
 from graft.base.errors import CacheMisuse, DecodeMismatch, OutOfMemory, UsageError
 from graft.engine.kv.events import Created
 from graft.engine.kv.states import StateCache, bytes_per_slot, slots_within
-from graft.engine.setup.assemble import of_rank
 from graft.engine.setup.self_check import self_check
 from graft.engine.setup.stages import settings_for
 from graft.ops.packed_states import StateShape
@@ -225,9 +223,6 @@ def test_what_cannot_be_is_refused_by_name():
     model = tiny("lfm2")
     with pytest.raises(UsageError, match="needs the transform insert_state_cache"):
         settings_for(model, None, sets=["transforms.insert_state_cache.enabled=false"])
-    place = SimpleNamespace(world=2, rank=0)
-    with pytest.raises(UsageError, match="tiny-lfm2 has recurrent layers, whose states are not split among ranks"):
-        of_rank(settings_for(model, None), model, place)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

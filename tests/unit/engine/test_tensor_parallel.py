@@ -214,6 +214,8 @@ def test_another_number_of_processes_than_ranks_is_an_error(monkeypatch):
         ("deepseek-v3", 4, "auto"),
         ("gpt-oss", 2, "auto"),
         ("bitnet", 2, "eager"),
+        ("lfm2", 2, "native"),
+        ("qwen3-next", 4, "eager"),
     ],
 )
 def test_more_ranks_and_families_give_the_tokens_of_one(family, world, backend):
@@ -224,6 +226,26 @@ def test_more_ranks_and_families_give_the_tokens_of_one(family, world, backend):
     del llm
     gc.collect()
     assert all(process.wait(SOON) is not None for process in processes)
+
+
+@pytest.mark.exhaustive  # one step of two ranks: test_rank_steps.py
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next"])
+def test_recurrent_states_are_on_every_rank(family):
+    """More requests than slots, so that slots have new owners, prompts in chunks, and samples that part from one
+    prompt."""
+    prompts = [list(range(10 + each, 50 + each)) for each in range(5)]
+    params = graft.SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=1, ignore_eos=True)
+    found = []
+    for world in (1, 2):
+        llm = (
+            start(family, world, max_num_seqs=3)
+            if world > 1
+            else graft.LLM(f"tiny-{family}", backend="eager", max_num_seqs=3, **OPTIONS)
+        )
+        found.append([[one.token_ids for one in output.alternatives] for output in llm.generate(prompts, params)])
+    assert found[0] == found[1]
+    llm.engine.graph.close()
 
 
 @pytest.mark.exhaustive  # ranks as threads: test_fuse_all_reduce_norm.py

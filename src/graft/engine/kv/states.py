@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class StateCache:
     ) -> None:
         self.shapes, self.slots, self.device = tuple(shapes), slots, device
         self.nobody = slots
+        self.tell: Callable[[int, int], None] = told_to_nobody  # of copies: rank 0 of several tells the others
         self.free = list(reversed(range(slots)))
         make: Any = lazy_zeros if device.type == "cpu" else self.zeros
         self.tensors: list[Tensor] = [make((slots + padding, *one.sizes), one.dtype) for one in shapes]
@@ -49,6 +50,7 @@ class StateCache:
         self.free.append(slot)
 
     def copy(self, source: int, target: int) -> None:
+        self.tell(source, target)
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
@@ -63,6 +65,10 @@ class StateCache:
     def aside(self, count: int) -> tuple[Tensor, ...]:
         """The same for so many sequences of nobody's, on states of their own."""
         return StateCache(self.shapes, count, self.device).inputs(range(count))
+
+
+def told_to_nobody(source: int, target: int) -> None:
+    """One rank has nobody to tell."""
 
 
 def bytes_per_slot(shapes: Sequence[StateShape]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from graft.dist.group import TorchGroup
-from graft.dist.messages import COPY, SAVE, STOP, Messages, as_text
+from graft.dist.messages import COPY, COPY_STATE, SAVE, STOP, Messages, as_text
 from graft.engine.engine import Engine
 from graft.engine.kv.moves import Copy
 from graft.engine.kv.tensors import copy_blocks
@@ -26,8 +26,13 @@ def follow(engine: Engine, group: TorchGroup, save: Callable[[str], str]) -> Non
         if kind == COPY:
             copy_blocks(engine.tensors, [Copy(int(source), int(target)) for source, target in tensors[0].tolist()])
             continue
+        if kind == COPY_STATE and engine.states is not None:
+            engine.states.copy(*tensors[0].tolist())
+            continue
         if kind == SAVE:
             group.said(save(as_text(tensors[0])))
             continue
-        inputs = [t if one.on_host else t.to(device) for one, t in zip(INPUTS, tensors, strict=True)]
-        engine.graph(*inputs, *engine.tensors)
+        batch, slots = tensors[: len(INPUTS)], tensors[len(INPUTS) :]
+        inputs = [t if one.on_host else t.to(device) for one, t in zip(INPUTS, batch, strict=True)]
+        states = () if engine.states is None else engine.states.beside(slots[0].to(device))
+        engine.graph(*inputs, *engine.tensors, *states)

@@ -13,7 +13,7 @@ from torch import Tensor
 from graft.base.device_memory import size_text
 from graft.base.errors import RankFailed
 from graft.dist.group import TorchGroup, failed_rank
-from graft.dist.messages import COPY, SAVE, STEP, STOP, Messages, as_ints
+from graft.dist.messages import COPY, COPY_STATE, SAVE, STEP, STOP, Messages, as_ints
 from graft.dist.workers import Workers
 from graft.engine.engine import Engine
 from graft.engine.kv.moves import Copy, Move
@@ -25,10 +25,12 @@ from graft.ops.layout import NAMES
 
 @dataclass(eq=False)
 class LeaderGraph:
-    """Takes the place of the lowered graph: the same call, on all ranks. workers: those that this process started."""
+    """Takes the place of the lowered graph: the same call, on all ranks. caches: tensors of keys and values among its
+    inputs, each rank's own. workers: the processes that this one started."""
 
     graph: Callable[..., Any]
     group: TorchGroup
+    caches: int
     workers: Workers | None = None
     messages: Messages = field(init=False)
     steps: int = 0
@@ -46,7 +48,8 @@ class LeaderGraph:
         return result
 
     def step(self, inputs: Sequence[Tensor]) -> Any:
-        self.messages.send(STEP, inputs[: len(NAMES)])
+        slots = len(NAMES) + self.caches  # of recurrent states, which come behind them
+        self.messages.send(STEP, [*inputs[: len(NAMES)], *inputs[slots : slots + 1]])
         result = self.graph(*inputs)
         self.group.settle()
         return result
@@ -58,6 +61,10 @@ class LeaderGraph:
             pairs = torch.tensor([[copy.source, copy.target] for copy in copies])
             self.together(lambda: self.messages.send(COPY, [pairs]))
         copy_blocks(tensors, moves)
+
+    def tell_state(self, source: int, target: int) -> None:
+        """States of recurrent layers are copied, on every rank."""
+        self.together(lambda: self.messages.send(COPY_STATE, [torch.tensor([source, target])]))
 
     def save(self, order: str, own: Callable[[], str]) -> list[str]:
         """Every rank writes its part, as it is told, and says what came of it; `own` does so here."""
@@ -124,5 +131,7 @@ class LeaderGraph:
 def lead(engine: Engine, place: RankPlace | None, workers: Workers | None) -> None:
     """On rank 0 of several: its steps are those of all."""
     if place is not None and place.rank == 0:
-        leader = LeaderGraph(engine.graph, place.group, workers)
+        leader = LeaderGraph(engine.graph, place.group, len(engine.tensors), workers)
         engine.graph, engine.move = leader, leader.copy
+        if engine.states is not None:
+            engine.states.tell = leader.tell_state

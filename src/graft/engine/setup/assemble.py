@@ -7,10 +7,8 @@ from pathlib import Path
 
 import torch
 
-from graft.base.errors import UsageError
 from graft.base.files import Progress
 from graft.base.kernel_cache import record as record_kernels
-from graft.capture.recurrence import is_known
 from graft.dist.sizes import check_heads
 from graft.dist.workers import Workers
 from graft.engine.options import EngineOptions
@@ -106,10 +104,5 @@ def of_rank(settings: PipelineConfig, loaded: LoadedModel, place: RankPlace | No
     if place is None:
         return settings
     check_heads(loaded.module.config, place.world, loaded.name)
-    if is_known(loaded.module):
-        raise UsageError(
-            f"tensor_parallel_size={place.world}: {loaded.name} has recurrent layers, whose states are not split"
-            " among ranks; run it on one"
-        )
     place.group.agree("checkpoint", fingerprint(loaded, loaded.module))
     return with_sets(settings, shard_sets(place.rank, place.world))

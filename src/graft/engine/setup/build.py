@@ -72,7 +72,7 @@ def build_engine(
         host_blocks=0 if host is None else len(host.slots), events=EventQueue(options.max_events),
     )  # fmt: skip
     rows = options.requests_at_once(device, found.blocks * block_size)
-    rows = rows if kept is None else min(rows, kept.blocks)
+    rows = rows if kept is None else slots_of_all(min(rows, kept.blocks), place)
     held = None if kept is None else StateCache(states, rows, device, padding=record)
     tokens = options.tokens_of_a_step(device), options.max_mixed_prefill_tokens
     scheduler = Scheduler(manager, rows, *tokens, forecast=foreseeing, states=held)
@@ -130,6 +130,11 @@ def room(
     found = cache_size(size, most, device, options.kv_cache_memory, narrow, sharers=place.sharers)
     blocks = place.group.least(found.blocks)
     return replace(found, blocks=blocks, bytes=blocks * size)
+
+
+def slots_of_all(slots: int, place: RankPlace | None) -> int:
+    """Of recurrent states: a request has the same slot on every rank."""
+    return slots if place is None else place.group.least(slots)
 
 
 def wide(layers: Sequence[LayerShape], model: LoadedModel) -> list[LayerShape]:
