@@ -22,8 +22,8 @@ load_all()
 CONFIG = load_config()
 TRANSFORMS = [TransformRegistry.get(name)(CONFIG.transforms[name]) for name in TransformRegistry.names()]
 # those for a device run in decode steps alone, on a batch's layout: their negatives are in their own files; so are
-# those of a transform that adds inputs, and of one for a kind of CPU
-OWN = ("insert_kv_cache", "insert_state_cache", "widen_linear")
+# those of a transform that adds inputs, of one for a kind of CPU and of one for several ranks
+OWN = ("insert_kv_cache", "insert_state_cache", "widen_linear", "fuse_all_reduce_norm")
 PATTERN_KINDS = [t for t in TRANSFORMS if isinstance(t, PatternTransform) and t.name not in OWN]
 KINDS = [t for t in PATTERN_KINDS if not hasattr(t.config, "devices")]
 PATTERNS = [(t, rewrite, path) for t in KINDS for rewrite in t.rewrites() for path in variants(rewrite)]
