@@ -27,6 +27,19 @@ def test_a_bound_above_a_tenth_is_never_accepted_in_silence():
     assert not difference(exact, before, torch.full((4, 8), 1.01), execution).unclear
 
 
+def test_an_infinity_is_right_where_the_exact_number_is_beyond_the_dtype_and_nowhere_else():
+    """A norm in float16 whose squares overflow gives 0; one in float32 inside gives what rounds to infinity."""
+    execution = Execution()
+    execution.coarsest, execution.longest = torch.float16, 8
+    exact, before = torch.tensor([1e6, -1e6, 3.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float16)
+    right = torch.tensor([torch.inf, -torch.inf, 3.0], dtype=torch.float16)
+    assert not difference(exact, before, right, execution).wrong
+    assert difference(exact, before, -right, execution).wrong
+    for lost in (0, 1):  # what float16 holds is not infinite
+        assert difference(exact[2:], exact[2:].half(), right[lost : lost + 1], execution).wrong
+    assert difference(exact * 1e-2, (exact * 1e-2).half(), right, execution).wrong
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-40], ids=["ordinary", "subnormal"])
 def test_a_merge_is_held_to_a_share_of_its_values_whatever_their_size(scale, dtype):

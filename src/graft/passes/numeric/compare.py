@@ -47,7 +47,7 @@ def difference(exact: Tensor, before: Tensor, after: Tensor, execution: Executio
     right, first, second = (t.to(dtype) for t in (exact, before, after))
     if lost_specials(right, first, second):
         return Difference(float("inf"), 0.0, what="finite where the original is not: off")
-    counts = torch.isfinite(first) & torch.isfinite(right)
+    counts = torch.isfinite(first) & torch.isfinite(right) & ~rounds_to_infinity(exact, after)
     right, first, second = right[counts], first[counts], second[counts]
     scale = largest(right)
     unit, own, error = scale or 1.0, largest(first - right), largest(second - right)
@@ -126,6 +126,13 @@ def lost_specials(right: Tensor, first: Tensor, second: Tensor) -> bool:
     alike = (first == second) | (first.isnan() & ~torch.isfinite(second)) | second.isnan()
     overflowed = torch.isfinite(right) & ((second - right).abs() <= 1e-2 * right.abs())
     return not bool((alike | overflowed).all())
+
+
+def rounds_to_infinity(exact: Tensor, after: Tensor) -> Tensor:
+    """Where the replacement is infinite because the exact number is beyond its dtype. That the original is finite
+    there (a sum of squares that overflowed below a root gives 0) makes it no better."""
+    nearest = exact.to(after.dtype)
+    return torch.isfinite(exact) & torch.isinf(nearest) & (nearest == after)
 
 
 def largest(values: Tensor) -> float:
