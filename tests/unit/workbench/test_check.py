@@ -87,6 +87,12 @@ def test_devices_that_a_user_named_are_kept():
 
 
 @pytest.mark.exhaustive
+def test_what_is_for_a_gpu_can_be_left_out():
+    report = checked("dispatch_linear", other_devices=False)
+    assert line(report, "matches", "dispatch_linear").verdict == "skip" and not report.notes
+
+
+@pytest.mark.exhaustive
 def test_a_transform_that_is_off_is_switched_on():
     found = line(checked("quantize_linear"), "matches", "quantize_linear")
     assert found.verdict == "skip" and re.match(r"[1-9]\d*; it is off by default", found.reason)

@@ -188,14 +188,14 @@ def plugin_names(order: TrialOrder) -> tuple[str, ...]:
 
 
 def review(order: TrialOrder, findings: Findings) -> None:
-    """`graft check`, with the note."""
+    """`graft check`, with the note. On a CPU without transforms that are for a GPU, which would take its sites."""
     from graft.passes.config import load_config
     from graft.workbench.check import CheckRequest, check
 
     settings = load_config(order.config, sets=order.sets, plugins=plugin_names(order))
     request = CheckRequest(
         settings, order.transform, order.dtype, tests=Path(order.tests).parent, note=Path(order.note),
-        trust_remote_code=order.trust_remote_code,
+        trust_remote_code=order.trust_remote_code, other_devices=order.on_gpu,
     )  # fmt: skip
     report = check(order.model, request)
     (checked,) = report.checks

@@ -43,7 +43,7 @@ def check(model: str, request: CheckRequest, progress: Progress | None = None) -
             folder = request.save or Path(scratch)
             trial = try_model(
                 name, request.running, folder, dtype=dtype, checked=names_of(request), progress=progress,
-                trust_remote_code=request.trust_remote_code,
+                trust_remote_code=request.trust_remote_code, other_devices=request.other_devices,
             )  # fmt: skip
             if progress:
                 progress("looking at the run", 0, 1)

@@ -35,7 +35,7 @@ def in_other_dtypes(
                 continue
             trial = try_model(
                 name, request.running, scratch / f"in_{dtype}", dtype=dtype, progress=progress,
-                trust_remote_code=request.trust_remote_code,
+                trust_remote_code=request.trust_remote_code, other_devices=request.other_devices,
             )  # fmt: skip
             trial = replace(trial, wrong_matches=own.wrong_matches)  # found in every dtype, by the numeric check
             outputs = StepLogits(trial.run, trial.state, fresh=True)

@@ -35,6 +35,7 @@ class CheckRequest:
     trust_remote_code: bool = False
     run_tests: bool = False  # its own test files, and their result goes into list and note
     dtypes: tuple[str, ...] = ()  # in which the results are compared as well, end to end
+    other_devices: bool = True  # transforms that are for other devices run, too
 
     @property
     def running(self) -> PipelineConfig:

@@ -73,6 +73,7 @@ def try_model(
     checked: Collection[str] = (),
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    other_devices: bool = True,
 ) -> CheckTrial:
     """Runs the pipeline as configured, dumping every step to `folder`; the matches of `checked` are run one by one.
 
@@ -83,7 +84,7 @@ def try_model(
     bare = entry is not None and entry.kind == "random" and not name.startswith("tiny-")
     site = "meta" if bare else "cpu"
     model = load_model(name, dtype=dtype, device=site, progress=progress, trust_remote_code=trust_remote_code)
-    return try_loaded(model, config, folder, checked=checked, progress=progress)
+    return try_loaded(model, config, folder, checked=checked, other_devices=other_devices, progress=progress)
 
 
 def try_loaded(
