@@ -49,7 +49,7 @@ ROWS = (
     Pointwise("sin", "t", (aten.sin.default,), "tl.sin({0})"),
     Pointwise("cos", "t", (aten.cos.default,), "tl.cos({0})"),
     Pointwise("erf", "t", (aten.erf.default,), "tl.erf({0})", "std::erf({0})"),
-    Pointwise("relu", "t", (aten.relu.default,), "tl.maximum({0}, 0.0)", "relu({0})"),
+    Pointwise("relu", "t", (aten.relu.default,), "relu({0})", "relu({0})"),
     Pointwise("tanh", "t", (aten.tanh.default,), "tanh({0})", "std::tanh({0})"),
     Pointwise("sigmoid", "t", (aten.sigmoid.default,), "sigmoid({0})", "(1.0f / (1.0f + std::exp(-{0})))"),
     Pointwise("silu", "t", (aten.silu.default,), "silu({0})", "activate(Act::silu, {0})"),

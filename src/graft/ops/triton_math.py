@@ -51,6 +51,11 @@ def quotient(x, y):
 
 
 @triton.jit
+def relu(x):
+    return tl.where(x < 0.0, 0.0, x)  # NaN stays, where tl.maximum would give the other number on a GPU
+
+
+@triton.jit
 def tanh(x):
     # near 0 the quotient cancels, so the polynomial of Cephes takes over; both are good to 2 units in the last place
     z = x * x

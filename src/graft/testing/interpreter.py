@@ -10,7 +10,8 @@ import numpy as np
 def round_to_nearest() -> None:
     """float32 becomes the nearest bfloat16. The interpreter cuts the number off: twice the error, and all of it
     towards zero, so that whole rows are off by a factor. And tl.dot multiplies numbers in bfloat16, where the
-    interpreter multiplies the whole numbers that it keeps them as. Idempotent."""
+    interpreter multiplies the whole numbers that it keeps them as; tl.maximum of a number and NaN is the number.
+    Idempotent."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -29,6 +30,16 @@ def round_to_nearest() -> None:
     cast.graft_plain = plain  # pyrefly: ignore
     interpreter.InterpreterBuilder.cast_impl = cast  # pyrefly: ignore
     interpreter.InterpreterBuilder.create_dot = dot  # pyrefly: ignore
+    interpreter.InterpreterBuilder.create_maxnumf = larger  # pyrefly: ignore
+    interpreter.InterpreterBuilder.create_minnumf = smaller  # pyrefly: ignore
+
+
+def larger(self: Any, a: Any, b: Any) -> Any:
+    return self.binary_op(a, b, np.fmax)
+
+
+def smaller(self: Any, a: Any, b: Any) -> Any:
+    return self.binary_op(a, b, np.fmin)
 
 
 def widened(handle: Any) -> Any:

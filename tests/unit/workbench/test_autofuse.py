@@ -9,18 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
 from graft.cli.app import app
 from graft.workbench.autofuse import AutofuseRequest, CandidateOutcome, Ledger, autofuse, read_budget
+from graft.workbench.autofuse.alone import ComparedCalls
+from graft.workbench.autofuse.cases import EXTREMES, plain_cases
 from graft.workbench.autofuse.engines import candidates_of
 from graft.workbench.autofuse.ledger import FILE, on_machine, open_ledger
 from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import check_request
 from graft.workbench.autofuse.table import table_text
 from graft.workbench.autofuse.timing import ShapeTimes, verdict
-from graft.workbench.autofuse.trial import TrialOrder, main
+from graft.workbench.autofuse.trial import Findings, TrialOrder, main, review
 from graft.workbench.autofuse.writing import write_trial
 from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.destination import Destination
@@ -160,6 +163,35 @@ def test_what_a_kernel_does_ends_in_its_own_process(tests, limit, failure, tmp_p
     asked = order(tmp_path, tests)
     found = run_trial(asked, [Path(asked.packages[0]).parent], limit)
     assert failure in found["failure"] and found["times"] == []
+
+
+def test_a_review_is_of_the_transforms_that_run_on_the_device(tmp_path, monkeypatch):
+    """Those for a GPU, tried on a CPU as `graft check` does, left no `silu → mul` and no norm before a GEMM."""
+    asked = []
+
+    def stop(model, request):
+        asked.append(request.other_devices)
+        raise UsageError("far enough")
+
+    monkeypatch.setattr("graft.workbench.check.check", stop)
+    given = replace(order(tmp_path, ""), transform="fuse_rope", packages=())
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(UsageError, match="far enough"):
+            review(replace(given, device=device), Findings(tmp_path / "found.json"))
+    assert asked == [False, True]
+
+
+def test_rows_beyond_every_number_that_stands_for_an_infinity_are_tried():
+    """Below and above, of a length with a tail; where float32 does not hold what is computed there, nothing is."""
+    rows = [case for case in plain_cases({"x": "a b c"}, ((1, 13),)) if case.extreme]
+    assert [float(case.tensors[0].abs().min()) >= scale for case, scale in zip(rows, EXTREMES, strict=True)]
+    for case in rows:
+        mixed, below, above = case.tensors[0][0]
+        assert below.max() < 0 < above.min() and mixed.min() < 0 < mixed.max() and len(mixed) % 16
+    held = [ComparedCalls(lambda x: x - x.amax(-1, keepdim=True)).applies(case) for case in rows]
+    squared = [ComparedCalls(lambda x: x / x.pow(2).sum(-1, keepdim=True).sqrt()).applies(case) for case in rows]
+    assert held == [True] * 3 and squared == [True, True, False]
+    assert ComparedCalls(torch.relu).unseen() == "no call was compared"
 
 
 def test_without_a_compiler_a_kernel_is_not_tried_and_the_reason_says_what_to_install(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,8 @@ FEW, TILES = 5, 70  # tokens: each thread makes their rows for itself; more than
 GEMM_WIDTHS = (16, 77, 320)  # where a GEMM takes and gives such rows: several tiles are enough
 MORE = 3  # columns, by which the result of a GEMM is wider than its rows
 SCALES = (1.0, 1e-3, 30.0)
+# beyond what stands for an infinity in kernels that have none: -1,000, the largest numbers of 16 bits, -1e9, -1e29
+EXTREMES = (2e3, 1e9, 1e30)
 ODD = (math.nan, math.inf, -math.inf)
 HALVES = (torch.bfloat16, torch.float16)
 FAR = 2**30  # elements from one sequence to the next: three of them are beyond 32 bits
@@ -33,12 +35,13 @@ class NotOneShape(Exception):
 @dataclass(frozen=True)
 class KernelCase:
     """name: in words. odd: it has numbers that are not finite, where kernel and reference must agree which. far: its
-    memory is not to be copied."""
+    memory is not to be copied. extreme: compared only where float32 holds what the reference computes."""
 
     name: str
     tensors: tuple[Tensor, ...]
     odd: bool = False
     far: bool = False
+    extreme: bool = False
 
 
 def dims(shape: str) -> list[str]:
@@ -95,8 +98,14 @@ def inputs(
 
 
 def made_of(
-    shapes: Mapping[str, str], known: Mapping[str, int], scale: float, dtype: torch.dtype
+    shapes: Mapping[str, str],
+    known: Mapping[str, int],
+    scale: float,
+    dtype: torch.dtype,
+    rows: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
+    """rows: what makes them of random numbers; one_sided where nothing is said."""
+    rows = rows or one_sided
     generator = torch.Generator().manual_seed(7)
     made, of_gemms = [], matrices(shapes)
     for name, shape in shapes.items():
@@ -105,7 +114,7 @@ def made_of(
         if name in of_gemms:
             tensor = tensor * max(size[-1], 1) ** -0.5
         elif len(size) > 1:
-            tensor = one_sided(tensor) * scale
+            tensor = rows(tensor) * scale
         made.append(tensor.to(getattr(torch, declared(shape)) if declared(shape) else dtype))
     return tuple(made)
 
@@ -114,6 +123,11 @@ def one_sided(rows: Tensor) -> Tensor:
     """Of three rows one has no positive number and one no negative: an extreme that starts at 0 shows there."""
     tokens = torch.arange(rows.shape[-2])[:, None] % 3
     return torch.where(tokens == 1, -rows.abs(), torch.where(tokens == 2, rows.abs(), rows))
+
+
+def away_from_zero(rows: Tensor) -> Tensor:
+    """The same, and no number is less than 1: an extreme that starts at any number shows in rows beyond it."""
+    return one_sided((1 + rows.abs() / 4).copysign(rows))
 
 
 def plain_cases(
@@ -130,11 +144,28 @@ def plain_cases(
             for scale in SCALES if batch == (1, 13) else SCALES[:1]:
                 name = f"{batch[0]} × {batch[1]} rows{f' of {width}' if width else ''}, inputs around {scale:g}"
                 yield KernelCase(name, inputs(shapes, width, scale, batch))
-    yield from odd_cases(shapes, widths[min(1, len(widths) - 1)])
+    with_tail = widths[min(1, len(widths) - 1)]
+    yield from extreme_cases(shapes, with_tail)
+    yield from odd_cases(shapes, with_tail)
+
+
+def extreme_cases(shapes: Mapping[str, str], width: int) -> Iterator[KernelCase]:
+    """A row of each kind, all below and all above what a kernel may have put for an infinity: in every input, and in
+    each in turn."""
+    known = sizes(shapes, width, (1, 3))
+    plain = made_of(shapes, known, 1.0, torch.float32)
+    wide = [index for index, name in enumerate(shapes) if plain[index].dim() > 1 and name not in matrices(shapes)]
+    for scale in EXTREMES:
+        away = made_of(shapes, known, scale, torch.float32, away_from_zero)
+        chosen = [wide, *([index] for index in wide if len(wide) > 1)]
+        for some in chosen:
+            given = tuple(away[at] if at in some else plain[at] for at in range(len(plain)))
+            where = "all inputs" if len(some) == len(wide) else list(shapes)[some[0]]
+            yield KernelCase(f"all rows beyond {scale:g} in {where}", given, extreme=True)
 
 
 def odd_cases(shapes: Mapping[str, str], width: int) -> Iterator[KernelCase]:
-    """One number of a row that is not finite, in each input in turn; other rows must not see it."""
+    """One number of a row that is not finite, or all of them, in each input in turn; other rows must not see it."""
     for index, name in enumerate(shapes):
         tensors = list(inputs(shapes, width, 1.0))
         vector = tensors[index].dim() < 2 or name in matrices(shapes)
@@ -146,6 +177,13 @@ def odd_cases(shapes: Mapping[str, str], width: int) -> Iterator[KernelCase]:
                 rows[(3 * number + column) % rows.shape[0], column] = odd
             given = (*tensors[:index], changed, *tensors[index + 1 :])
             yield KernelCase(f"{odd} in {name}", given, odd=True)
+        if not vector:
+            changed = tensors[index].clone()
+            rows = changed.view(-1, changed.shape[-1])
+            for number, odd in enumerate(ODD):
+                rows[4 * number % rows.shape[0]] = odd
+            given = (*tensors[:index], changed, *tensors[index + 1 :])
+            yield KernelCase(f"rows of nothing but {', '.join(map(str, ODD))} in {name}", given, odd=True)
 
 
 def layout_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:

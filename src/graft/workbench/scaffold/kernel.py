@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,14 @@ class KernelLanguage:
     reciprocal: str
 
 
+def triton_number(value: float) -> str:
+    """A float literal; `inf` would be a name."""
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
+
+
 # An argument's own name might be one that a kernel's file has for something else: out, rows, weight.
 GIVEN = "in_{}"
-TRITON = KernelLanguage("Triton", lambda row: row.triton, GIVEN, repr, "(1.0 / {})")
+TRITON = KernelLanguage("Triton", lambda row: row.triton, GIVEN, triton_number, "(1.0 / {})")
 CPP = KernelLanguage("C++", lambda row: row.cpp, "v_{}", number, "(1.0f / {})")
 
 
