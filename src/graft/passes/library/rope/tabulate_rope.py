@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from graft.passes.rewriter import Rewriter, RewriteRun
 from graft.passes.walk import require
 
 aten, ops = torch.ops.aten, torch.ops.graft
+COS = aten.cos.default
 PIECE = 1 << 14  # positions computed at once: bounds what lies in float32 beside the table
 TRIALS = ((1, 1), (1, 7), (3, 5), (1, 64))  # shapes of the positions that a table is compared on
 
@@ -54,7 +56,8 @@ class TabulateRope(Rewriter):
         return elsewhere(gm, context, self.config.devices) or (unknown if context.context_length is None else None)
 
     def candidates(self, run: RewriteRun) -> list[Angles]:
-        return list(dict.fromkeys(angles(node) for node in calls(run.gm.graph) if is_op(node, ops.rope.default)))
+        found = [angles(node) for node in calls(run.gm.graph) if is_op(node, ops.rope.default)]
+        return list(dict.fromkeys(found or spelt_out(run.gm)))
 
     def find(self, run: RewriteRun, pair: Angles) -> Tabulated:
         found = [computed_from_positions(node, run.mutated) for node in (pair.cos, pair.sin)]
@@ -116,6 +119,21 @@ def angles(rope: Node) -> Angles:
     options = options_of(rope)
     cos, sin = options["cos"], options["sin"]
     return Angles(unwrapped(cos), unwrapped(sin))
+
+
+def spelt_out(gm: GraphModule) -> Iterator[Angles]:
+    """Where rotations are no ops of graft's (`fuse_rope` is off): cosines and sines of the same angles."""
+    for node in calls(gm.graph):
+        sines = [user for user in node.args[0].users if is_op(user, aten.sin.default)] if is_op(node, COS) else []
+        if len(sines) == 1:
+            yield Angles(scaled(node), scaled(sines[0]))
+
+
+def scaled(node: Node) -> Node:
+    """The same times a number, and in the dtype of the model."""
+    users = list(node.users)
+    number = len(users) == 1 and len(users[0].all_input_nodes) == 1
+    return scaled(users[0]) if number and is_op(users[0], aten.mul.Tensor, aten.to.dtype) else node
 
 
 def unwrapped(node: Node) -> Node:

@@ -86,6 +86,36 @@ def test_the_same_bits_from_two_tables(function, dtype):
     )
 
 
+class SpeltOut(Rotary):
+    """The rotation as its model has it."""
+
+    def forward(self, q, position_ids):
+        cos, sin = (angle.unsqueeze(1) for angle in self.function(self.inv_freq, position_ids, self.dtype))
+        return q * cos + torch.cat((-q[..., R // 2 :], q[..., : R // 2]), -1) * sin
+
+
+def test_angles_of_rotations_that_are_no_op():
+    """`fuse_rope` is off, or an author's own takes its place."""
+    module = SpeltOut()
+    gm, record = tabulate(module)
+    assert record.status == "applied" and len(record.matches) == 1
+    assert targets(gm).count("aten.embedding") == 2 and not {"aten.cos", "aten.sin"} & set(targets(gm))
+    for seed, (b, s) in enumerate([(1, 1), (2, 5), (1, 33)]):
+        args = inputs(b, s, seed=seed)
+        assert torch.equal(gm(*args), module(*args))
+
+
+def test_other_cosines_are_left_alone():
+    class Waves(nn.Module):
+        """Of what the model computes, and a cosine without a sine."""
+
+        def forward(self, q, position_ids):
+            return q.cos() * q.sin() + position_ids[:, None, :, None].float().cos()
+
+    gm, record = tabulate(Waves())
+    assert not record.matches and targets(gm).count("aten.cos") == 2
+
+
 GOLDEN = """\
 %cos_table = self.rope.cos_table : f32[64, 8]
 %embedding_default = aten.embedding(%cos_table, %position_ids) : f32[b, s, 8]
