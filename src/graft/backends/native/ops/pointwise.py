@@ -1,6 +1,6 @@
 """Sums, products and functions of single numbers: a chain of them is one loop, whose body is C++ of its own.
 
-%m = mul(%x, 0.5);  %t = tanh(%m)   →   out[i] = std::tanh((x[i] * 0.5f))
+%m = mul(%x, 0.5);  %t = tanh(%m)   →   out[i] = plain_tanh((x[i] * 0.5f))
 """
 
 from __future__ import annotations
