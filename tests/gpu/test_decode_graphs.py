@@ -205,6 +205,18 @@ def test_no_request_waits_for_the_kernels_of_a_step_with_prompts(tokens, lengths
     assert compiled[before:] == [] and not any("first run" in note for note in llm.report.notes)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_no_request_waits_for_the_kernels_of_quantized_weights(quantize, monkeypatch, tmp_path):
+    """Few tokens and many have kernels of their own."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = fresh_kernels(monkeypatch)
+    llm = graft.LLM(model("llama", "bfloat16"), max_num_seqs=64, max_num_batched_tokens=4096, quantize=quantize)
+    before = len(compiled)
+    llm.generate(prompts([60]), greedy(3))
+    llm.generate(prompts([1 + i % 90 for i in range(150)]), greedy(24))
+    assert compiled[before:] == [] and not any("first run" in note for note in llm.report.notes)
+
+
 def test_steps_with_prompts_ask_the_driver_for_no_memory():
     """Device or pinned: each would wait for what is in flight."""
     llm = graft.LLM(model("llama", "bfloat16"), max_num_seqs=64, max_num_batched_tokens=4096)

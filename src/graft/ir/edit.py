@@ -201,12 +201,21 @@ def padded_result(x: torch.Tensor, pad: Sequence[int], *_: Any) -> torch.Tensor:
     return x.new_empty(sizes)
 
 
+def attention_result(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    """Of a GPU torch pads the mask, for which it wants its sizes."""
+    alike = -3 if named.get("enable_gqa") else -2
+    if any(list(map(str, one.shape[:alike])) != list(map(str, query.shape[:alike])) for one in (key, value)):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, *rest, **named)
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
 # Rules of torch's that refuse symbolic sizes (2.11: the first two), or ask for their numbers
 RULES: dict[Any, Any] = {
     torch.ops.aten.linear.default: linear_result,
     torch.ops.aten.matmul.default: matmul_result,
     torch.ops.aten.constant_pad_nd.default: padded_result,
     torch.ops.aten.pad.default: padded_result,
+    torch.ops.aten.scaled_dot_product_attention.default: attention_result,
 }
 
 

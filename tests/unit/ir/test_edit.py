@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import Dim
 
 from graft.base.errors import VerificationError
-from graft.ir.edit import Editor
+from graft.ir.edit import Editor, attention_result
 from graft.ir.nodes import calls, placeholders, tensor_of
 from graft.ir.trace import export_graph
 
@@ -53,6 +53,30 @@ def test_padding_keeps_open_sizes(op, pad):
         found = [str(size) for size in tensor_of(made).shape]
         numbers = dict(zip(before, shape, strict=True))
         assert [eval(size, {}, numbers) for size in found] == list(F.pad(torch.zeros(shape), pad).shape)
+
+
+@pytest.mark.parametrize("gqa", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (1, 4)])
+def test_the_shape_of_attention_is_torchs(gqa, heads):
+    """Its own rule keeps sizes open that torch's fixes for a GPU; what it does not know it leaves to torch."""
+    q, k, v = torch.randn(2, heads[0], 5, 8), torch.randn(2, heads[1], 7, 8), torch.randn(2, heads[1], 7, 3)
+    if gqa and heads[0] < heads[1]:
+        pytest.skip("fewer heads of queries than of keys are no groups")
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+    assert attention_result(q, k, v, None, 0.0, False, enable_gqa=gqa).shape == expected.shape
+
+
+def test_attention_on_a_gpu_keeps_open_sizes():
+    gm, mul = graph()
+    before = sizes(gm)
+    rows, columns = tensor_of(mul).shape
+    with gm.graph.inserting_after(mul):
+        mask = gm.graph.call_function(aten.alias.default, (mul,))
+    with tensor_of(mul).fake_mode:  # nothing is there of them
+        mul.meta["val"], mask.meta["val"] = (torch.empty(rows, size, device="cuda") for size in (columns, rows))
+    args = (mul, mul, mul, mask)
+    made = Editor(gm, "test").call(aten.scaled_dot_product_attention.default, args, before=mask.next, like=mul)
+    assert [str(size) for size in tensor_of(made).shape] == before == sizes(gm)
 
 
 def test_a_call_that_fixes_open_sizes_is_refused_by_name():
