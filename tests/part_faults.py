@@ -78,6 +78,24 @@ PART_FAULTS = [
         "norms=attends",
         "unit/passes/library/test_shard_tensor_parallel.py::test_the_ranks_together_give_what_one_gives",
     ),
+    fault(
+        "ops/all_reduce_add_norm/op.py",
+        "torch.ops.graft.add_rms_norm(all_reduce(x, world), residual",
+        "torch.ops.graft.add_rms_norm(x, residual",
+        "unit/ops/test_rank_ops.py::test_a_sum_that_is_normed_is_the_groups_own",
+    ),
+    fault(
+        "ops/all_reduce_add_norm/triton.py",
+        "epoch += 1",
+        "epoch += row % 2",
+        "unit/ops/test_peers.py::test_every_rank_gets_the_sum_of_all_parts",
+    ),
+    fault(
+        "engine/ranks/follow.py",
+        "engine.states.beside(slots[0].to(device))",
+        "engine.states.inputs(range(len(slots[0])))",
+        "unit/engine/test_rank_steps.py",
+    ),
     # ── latent attention ────────────────────────────────────────────────────────────────────────────────────────
     fault(
         "passes/library/attention/absorb_latent_attention.py",

@@ -60,3 +60,24 @@ def test_a_group_of_another_size_is_an_error():
 def test_one_rank_by_itself_needs_no_group():
     x = torch.randn(3)
     assert torch.equal(ops.all_reduce(x, 1), x) and torch.equal(ops.all_gather(x, 1), x)
+
+
+def test_a_sum_that_is_normed_is_the_groups_own():
+    """In a process that is a rank: the group's exchange, then the kernel that the norm has for the sum."""
+
+    class Thrice:
+        rank, world, broken = 0, 2, False
+
+        def all_reduce(self, x):
+            return x * 3
+
+    x, residual, weight = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.randn(8)
+    join(Thrice())
+    try:
+        found = ops.all_reduce_add_norm(x, residual, weight, 2, 1e-5, 1.0, True)
+    finally:
+        join(None)
+    expected = ops.add_rms_norm(x * 3, residual, weight, 1e-5, 1.0, True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    alone = ops.add_rms_norm(x, residual, weight, 1e-5, 1.0, True)
+    assert not torch.allclose(found[0], alone[0], atol=1e-2), "its own part is another sum"
