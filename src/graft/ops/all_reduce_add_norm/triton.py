@@ -29,7 +29,8 @@ def all_reduce_add_norm_kernel(
     mask = cols < d
     w = tl.load(weight + cols, mask=mask, other=0.0)
     epoch = tl.load(epochs + lane)
-    for row in range(lane, rows, tl.num_programs(0)):
+    row = lane
+    while row < rows:  # Triton's interpreter has no ranges of computed numbers with a new NumPy
         epoch += 1
         own = tl.load(x + row * stride_x + cols, mask=mask, other=0.0)
         tl.store(part_of(bases, rank, epoch, lane, x, WIDTH, LANES) + cols, own, mask=mask)
@@ -51,6 +52,7 @@ def all_reduce_add_norm_kernel(
         else:
             y = w.to(tl.float32) * h.to(out.dtype.element_ty).to(tl.float32)
         tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
+        row += tl.num_programs(0)
     tl.store(epochs + lane, epoch)
 
 
