@@ -28,7 +28,7 @@ from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
 from graft.capture.static_cache import find_caches, initialize, pack
-from graft.capture.unsupported import refuse_deques, refuse_nested, refuse_scripts
+from graft.capture.unsupported import refuse_deques, refuse_modules, refuse_nested, refuse_scripts
 from graft.ir.nodes import placeholders
 from graft.ir.program.identity import refuse_one_tensor_twice
 from graft.ir.trace import taken_apart, use_level
@@ -66,6 +66,7 @@ def compile_module(
     values, names = flat(args, kwargs), input_names(module, args, kwargs)
     refuse_nested(module, values, names)
     refuse_deques(values, names)
+    refuse_modules(values, names)
     refuse_autocast(devices_of(module, values))
     parts = ModeParts(module)
     if settings.grad == "refuse" and torch.is_grad_enabled():

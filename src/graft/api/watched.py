@@ -9,18 +9,20 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
 import torch
 
+from graft.capture.function import FunctionModule
 from graft.ir.program.own_code import Place, functions, global_names, methods, methods_of, places
 from graft.ir.snapshot import MISSING, MODULE_TABLES, NUMBERS, is_plain_object
 
 Entry = tuple[Any, str, Any, str, str]  # table, key, what it holds, the path, and what that is
 SIMPLE = (*NUMBERS, types.NoneType)
 MOST_ITEMS = 64  # of a list that is compared before every call
+LRU = type(lru_cache(int))
 OWN_TABLES = MODULE_TABLES | {"training"}  # a mode is a variant
 # What code asks about its surroundings, and what the graph takes for the answer
 ANSWERS = {
@@ -73,6 +75,8 @@ def watched(module: torch.nn.Module) -> Watched:
     classes = {base for part in module.modules() for base in type(part).__mro__ if base is not torch.nn.Module}
     for path, part in module.named_modules():
         dot, names = f"{path}." if path else "", own | names_of_layer(type(part))
+        if isinstance(part, FunctionModule):
+            names = names | vars(part).keys()  # what it closes over
         for name, value in vars(part).items():
             if name in names and name not in OWN_TABLES and not isinstance(value, torch.nn.Module):
                 found.add(vars(part), name, value, f"{dot}{name}", "attribute", own)
@@ -89,10 +93,14 @@ def watched(module: torch.nn.Module) -> Watched:
 def answers(module: torch.nn.Module) -> list[str]:
     """Notes on what the program's code asks about its surroundings, where the graph has one answer for all calls."""
     names = names_read([*methods(module), *hooks_of(module)])
-    return [
-        f"asked: forward asks for {name}(); in the graph the answer is {answer}"
-        for name, answer in ANSWERS.items()
-        if name in names
+    asked = [
+        f"asked: forward asks for {n}(); in the graph the answer is {a}" for n, a in ANSWERS.items() if n in names
+    ]
+    own = {function.__module__ for function in functions(module)}
+    return asked + [
+        f"asked: {place.name} keeps what it gave (functools.lru_cache); the graph computes it anew at each call"
+        for place in places(module)
+        if type(place.value) is LRU and place.name in names and place.value.__wrapped__.__module__ in own
     ]
 
 

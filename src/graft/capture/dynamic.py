@@ -49,7 +49,9 @@ def mapping(spec: Any, name: str, *, none: bool = False) -> Any:
 
 
 def like(value: Any, items: list[Any]) -> Any:
-    """`items` in a container of the kind of `value`; a named tuple takes them one by one."""
+    """`items` in a container of the kind of `value`; a named tuple takes them one by one, a torch.Size numbers."""
+    if isinstance(value, torch.Size) and not all(isinstance(item, (int, torch.SymInt)) for item in items):
+        return tuple(items)
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 

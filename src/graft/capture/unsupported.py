@@ -28,6 +28,15 @@ def refuse_deques(values: Sequence[Any], names: Sequence[str]) -> None:
             raise CaptureError(f"{name} is a deque, which a graph cannot take; pass a list")
 
 
+def refuse_modules(values: Sequence[Any], names: Sequence[str]) -> None:
+    for name, value in zip(names, values, strict=False):
+        if isinstance(value, torch.nn.Module):
+            raise UsageError(
+                f"{name} is a module, whose parameters no graph takes as an input; compile a module that holds it, or"
+                " a function that closes over it"
+            )
+
+
 def refuse_nested(module: torch.nn.Module, values: Sequence[Any], names: Sequence[str]) -> None:
     for name, value in (*zip(names, values, strict=False), *module.named_parameters(), *module.named_buffers()):
         if isinstance(value, torch.Tensor) and value.is_nested:

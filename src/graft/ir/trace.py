@@ -142,9 +142,25 @@ def export_once(
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
         raise CaptureError(why_not_captured(module, error)) from error
     gm = program_graph(program, module)
+    refuse_fake_constants(gm, module)
     refuse_new_generators(gm, generators)
     gm.meta[META], gm.meta[QUESTIONS] = tuple(flags.lines), tuple(flags.asked)
     return gm, generators
+
+
+def refuse_fake_constants(gm: GraphModule, module: torch.nn.Module) -> None:
+    """torch.export traces torch.func.grad and jacfwd in part: what lies between the calls becomes a constant of the
+    trace, which holds no values."""
+    given = [*module.parameters(), *module.buffers()]
+    if any(isinstance(tensor, FakeTensor) for tensor in given):  # of a module that has no values itself
+        return
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(attribute(gm, str(node.target)), FakeTensor):
+            raise CaptureError(
+                f"{next(iter(node.users), node)} reads a value of the trace itself, as it is within torch.func.grad"
+                " and its relatives, which torch.export does not trace as a whole; take the gradient with"
+                " torch.autograd.grad within torch.enable_grad()"
+            )
 
 
 def why_not_captured(module: torch.nn.Module, error: Exception) -> str:

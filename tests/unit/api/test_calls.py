@@ -189,6 +189,16 @@ def test_a_program_that_compares_objects_takes_no_tensor_twice(tmp_path):
         parts([(x, torch.ones(3)), (y, y)])
 
 
+def test_sizes_are_inputs_and_modules_are_none():
+    x = torch.ones(3)
+    compiled = graft.compile(lambda x, size: x.expand(size) * 2, (x, torch.Size([2, 3])))
+    assert torch.equal(compiled(x, torch.Size([2, 3])), torch.full((2, 3), 2.0))
+    with pytest.raises(UsageError, match=r"size\[0\] is 4, but 2 is fixed"):
+        compiled(x, torch.Size([4, 3]))
+    with pytest.raises(UsageError, match="layer is a module, whose parameters no graph takes as an input"):
+        graft.compile(lambda x, layer: layer(x), (x, nn.ReLU()))
+
+
 def test_one_tensor_twice_is_taken_where_nothing_is_compared():
     def program(x, y, mode=None):
         return x * y if mode is None else x

@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 import graft
-from graft.base.errors import CaptureError, UsageError
+from graft.base.errors import CaptureError, ChangedModule, UsageError
 from graft.ir.nodes import where
 from marks import short
 
@@ -196,3 +196,38 @@ def test_operators_of_torch_that_it_closes_over_are_not_its_own_code():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.testing.assert_close(graft.compile(program, (q,))(q), program(q))
+
+
+class Called:
+    """An object that can be called, with a number and a tensor of its own."""
+
+    def __init__(self):
+        self.scale, self.weight = 2.0, torch.ones(3)
+
+    def __call__(self, x):
+        return x * self.scale + self.weight
+
+    def run(self, x):
+        return self(x)
+
+
+@pytest.mark.parametrize("way", ["object", "method"])
+@pytest.mark.parametrize(("name", "value"), [("scale", 3.0), ("weight", torch.zeros(3))])
+def test_what_an_object_holds_is_refused_when_it_changes(way, name, value):
+    called, x = Called(), torch.ones(3)
+    program = called if way == "object" else called.run
+    compiled = graft.compile(program, (x,))
+    called.weight.add_(1)  # written: followed
+    assert torch.equal(compiled(x), program(x))
+    setattr(called, name, value)
+    with pytest.raises(ChangedModule, match=f"attribute self.{name} was"):
+        compiled(x)
+
+
+def test_a_function_that_keeps_its_results_is_told():
+    @functools.lru_cache
+    def table(size):
+        return torch.ones(size)
+
+    told = graft.compile(lambda x: x + table(3), (torch.ones(3),)).report.notes
+    assert "asked: table keeps what it gave (functools.lru_cache); the graph computes it anew at each call" in told

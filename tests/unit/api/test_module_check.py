@@ -221,6 +221,19 @@ def test_ways_around_torch_func_are_right_or_refused():
     assert torch.equal(compiled(x[0]), module(x[0]))
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp])
+def test_a_derivative_inside_of_a_program_is_refused(transform):
+    """torch.export traces it in part, and its results were tensors without values."""
+
+    def program(x):
+        if transform is torch.func.grad:
+            return torch.func.grad(lambda y: (y**2).sum())(x)
+        return torch.func.vjp(lambda y: y**2, x)[1](x)[0]
+
+    with pytest.raises(CaptureError):
+        graft.compile(program, (torch.ones(3),), backend="eager")
+
+
 def test_a_forward_derivative_inside_of_a_program():
     x = torch.randn(2, 3)
 

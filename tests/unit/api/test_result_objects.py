@@ -156,3 +156,18 @@ def test_a_size_is_a_size(tmp_path):
         shape, rest = module(torch.ones(3, 2))
         assert type(shape) is torch.Size and shape == (3, 2)
         assert type(rest["n"]) is torch.Size and rest["n"] == (2,)
+
+
+@pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
+def test_copies_that_eager_makes_apart_stay_apart(backend):
+    """`reshape` copies here, twice: one result in the memory of the other would change with it."""
+
+    def program(x):
+        return x.reshape(-1), x.reshape(-1), x.flatten()[1:]
+
+    compiled = graft.compile(program, (torch.ones(4, 3).t(),), backend=backend)
+    for x in (torch.ones(4, 3).t(), torch.ones(3, 4)):  # of the second all are views
+        got, wanted = compiled(x), program(x)
+        for results in (got, wanted):
+            results[0].add_(1)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)

@@ -19,7 +19,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.ir.canonical import rules, shortcuts
 from graft.ir.checks import checked_numbers, drop_proven_checks
-from graft.ir.effects import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root, written_value
+from graft.ir.effects import (
+    alias_sources,
+    is_maybe_view,
+    is_mutating,
+    mutated_args,
+    mutated_roots,
+    storage_root,
+    written_value,
+)
 from graft.ir.nodes import (
     OpOverload,
     arg_values,
@@ -32,6 +40,7 @@ from graft.ir.nodes import (
     tensor_val,
     val,
 )
+from graft.ir.storage import share_storage
 
 aten = torch.ops.aten
 RATES = frozenset({"dropout_p", "dropout", "p"})  # how arguments are named by which an op drops elements
@@ -124,6 +133,23 @@ def returned_roots(graph: Graph) -> set[Node]:
     return {storage_root(leaf) for leaf in leaves(output_node(graph).args) if isinstance(leaf, Node)}
 
 
+def returned_copies(graph: Graph) -> set[Node]:
+    """Calls that may give a view and give a copy here (`reshape`), which the graph returns, directly or as views."""
+    found, waiting = set(), [leaf for leaf in leaves(output_node(graph).args) if isinstance(leaf, Node)]
+    while waiting:
+        node = waiting.pop()
+        sources = alias_sources(node)
+        waiting += sources
+        if sources and is_maybe_view(node) and not share_memory(node, sources[0]):
+            found.add(node)
+    return found
+
+
+def share_memory(node: Node, source: Node) -> bool:
+    one, other = tensor_val(node), tensor_val(source)
+    return one is None or other is None or share_storage(one, other)
+
+
 def may_share(node: Node, same: Node, mutated: set[Node]) -> bool:
     """A result may become its input unless someone writes to either of them later."""
     return not mutated or not ({storage_root(node), storage_root(same)} & mutated)
@@ -132,6 +158,7 @@ def may_share(node: Node, same: Node, mutated: set[Node]) -> bool:
 def merge_equal(graph: Graph) -> None:
     """Common subexpressions: the second of two equal pure calls becomes the first. Symbolic ints merge by value."""
     mutated, returned, checked = mutated_roots(graph), returned_roots(graph), checked_numbers(graph)
+    copied = returned_copies(graph)
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.target is aten.mul.Tensor:
@@ -140,7 +167,8 @@ def merge_equal(graph: Graph) -> None:
         if key is None:
             continue
         seen = first.setdefault(key, node)
-        if seen is not node and node not in checked and not (node in returned and seen in returned):
+        apart = (node in returned and seen in returned) or (node in copied and seen in copied)
+        if seen is not node and node not in checked and not apart:
             node.replace_all_uses_with(seen)
             graph.erase_node(node)
 
