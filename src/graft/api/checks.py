@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,34 @@ class MemoryCheck:
     def apart(self, values: Sequence[Any]) -> bool:
         ranges = [storage_range(v) for i in self.others if isinstance(v := values[i], torch.Tensor)]
         return not any(meet(known, found) for found in ranges for known in self.ranges)
+
+
+class StateCheck:
+    """Raises for an input in the memory of a buffer that the graph writes: its reads of the one and its writes of the
+    other are in no order to each other. 0.5 µs an input."""
+
+    def __init__(self, names: Sequence[str], written: Mapping[str, torch.Tensor]) -> None:
+        self.names, self.written = names, written
+        self.addresses: list[int] = []
+        self.ranges: list[tuple[int, int, str]] = []  # sorted: the storage of each buffer, and its name
+
+    def __call__(self, values: Sequence[Any]) -> None:
+        addresses = [tensor.data_ptr() for tensor in self.written.values()]
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self.ranges = sorted((*storage_range(tensor), name) for name, tensor in self.written.items())
+        for index, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                for name in self.near(storage_range(value)):
+                    if overlap(value, self.written[name]):
+                        raise SharedMemoryError(f"the buffer {name}", self.names[index])
+
+    def near(self, memory: tuple[int, int]) -> Iterator[str]:
+        """The buffers of which a storage holds some of these addresses: storages lie apart, or are one."""
+        at = bisect_left(self.ranges, (memory[1], 0, "")) - 1
+        while at >= 0 and meet(memory, self.ranges[at][:2]):
+            yield self.ranges[at][2]
+            at -= 1
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:

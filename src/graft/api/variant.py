@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.api.call_form import KeyOrders
-from graft.api.checks import MemoryCheck
+from graft.api.checks import MemoryCheck, StateCheck
 from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies, refuse_gradients
 from graft.api.functionalization import OFF, FixRecorder
 from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
@@ -128,6 +128,11 @@ class Variant:
         return MemoryCheck(self.names, self.written, state)
 
     @cached_property
+    def own_memory(self) -> StateCheck | None:
+        written = {} if self.donated else written_buffers(self.graph_module)  # donated memory is checked against all
+        return StateCheck(self.names, written) if written else None
+
+    @cached_property
     def plain(self) -> Callable[[Sequence[Any]], Any] | None:
         return plain_call(self.call)
 
@@ -151,6 +156,8 @@ class Variant:
             refuse_gradients(values, self.names, self.donated)
         if self.written:
             self.memory(values)
+        if self.own_memory is not None:
+            self.own_memory(values)
         self.positions(values)
 
 

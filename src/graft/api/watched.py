@@ -30,6 +30,7 @@ ANSWERS = {
     "is_inference_mode_enabled": "no",
     "get_default_dtype": "the one that it was captured in",
 }
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -74,11 +75,14 @@ def watched(module: torch.nn.Module) -> Watched:
     found = Watched(configured={name for function in functions(module) for name in global_names(function)})
     classes = {base for part in module.modules() for base in type(part).__mro__ if base is not torch.nn.Module}
     for path, part in module.named_modules():
-        dot, names = f"{path}." if path else "", own | names_of_layer(type(part))
+        dot, known = f"{path}." if path else "", own
         if isinstance(part, FunctionModule):
-            names = names | vars(part).keys()  # what it closes over
+            known = own | vars(part).keys()  # what it closes over
+        names = known | names_of_layer(type(part))
         for name, value in vars(part).items():
-            if name in names and name not in OWN_TABLES and not isinstance(value, torch.nn.Module):
+            if name in OWN_TABLES or name not in names or isinstance(value, torch.nn.Module):
+                continue
+            if name in known or is_simple(value) or isinstance(value, FUNCTIONS):  # layers keep lists of weights
                 found.add(vars(part), name, value, f"{dot}{name}", "attribute", own)
         for name in names & class_numbers(type(part)) - vars(part).keys():
             found.entries.append((vars(part), name, MISSING, f"{dot}{name}", "attribute"))

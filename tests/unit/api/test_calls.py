@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import graft
-from graft.base.errors import PositionError, ReadOnlyInput, ReplacedBuffer, UsageError
+from graft.base.errors import PositionError, ReadOnlyInput, ReplacedBuffer, SharedMemoryError, UsageError
 from marks import short
 
 
@@ -356,3 +356,33 @@ def test_arguments_that_are_left_away_have_their_defaults():
     other = graft.compile(program, (torch.ones(3), 3.0))
     with pytest.raises(UsageError, match=r"input factor is 2.0, but 3.0 is fixed"):
         other(torch.ones(3))
+
+
+class ReadsAndWrites(nn.Module):
+    """Reads its input before a write to its buffers, and after; two of these lie in one memory."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.zeros(8)
+        for name, buffer in (("left", memory[:4]), ("right", memory[4:]), ("own", torch.zeros(4)), ("kept", memory)):
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        before = x * 1
+        self.left.add_(1)
+        self.own.add_(1)
+        return before, x * 2, self.kept[5] + 0
+
+
+@pytest.mark.parametrize("backend", short(["eager", "inductor", "cuda_graph"], "eager", "cuda_graph"))
+def test_an_input_in_a_buffer_that_is_written_is_refused(backend):
+    """Inductor's code gave `before` from behind the write."""
+    module = ReadsAndWrites()
+    compiled = graft.compile(module, (torch.zeros(4),), backend=backend)
+    for given, name in ((module.left.view(4), "left"), (module.kept[2:6], "left"), (module.own, "own")):
+        with pytest.raises(SharedMemoryError, match=f"the buffer {name} is written and shares memory with x"):
+            compiled(given)
+    assert not module.kept.any() and not module.own.any()
+    apart = module.right.clone()
+    torch.testing.assert_close(compiled(module.right), (apart, apart * 2, torch.tensor(0.0)))  # nobody writes those
+    compiled(torch.zeros(4))
