@@ -59,6 +59,10 @@ def test_a_program_that_exits_has_a_story_and_our_exit_code():
         ((at("number"),), "number is of type int, which cannot be called"),
         ((at("prints"), "--mode", "fast"), "--mode fast: torch.compile has no such mode"),
         ((at("prints"), "--option", "freezing=[1"), "is no value of YAML"),
+        (
+            (at("prints"), "--option", "freezing=maybe"),
+            "--option freezing=maybe: type of attr freezing, got str",
+        ),
         ((at("prints"), "--tokens", "3"), "--tokens does nothing to a function"),
         ((at("prints"), "--dtype", "float16"), "--dtype does nothing to a function"),
     ],

@@ -84,4 +84,16 @@ def read_options(given: list[str]) -> dict[str, Any]:
         except yaml.YAMLError as error:
             raise UsageError(f"--option {text}: {value!r} is no value of YAML: {error.__class__.__name__}") from error
     inductor_patches(InductorSettings(options=found, fix=False))
+    check_types(found)
     return found
+
+
+def check_types(options: dict[str, Any]) -> None:
+    """As torch.compile does, which compiles nothing before it is called."""
+    import torch
+
+    for key, value in options.items():
+        try:
+            torch.compile(check_types, options={key: value})
+        except RuntimeError as error:
+            raise UsageError(f"--option {key}={value}: {str(error).removeprefix('Unexpected ')}") from error
