@@ -30,6 +30,7 @@ NEEDS = (
 CONFIGS = ("torch._inductor.runtime.triton_heuristics:CachingAutotuner.bench",)  # where there is Triton
 NOT_ASKED = "no choices: autotuning is not asked for (--mode max-autotune)"
 NO_CALLS = "nothing to choose: no matmul, convolution or attention that Inductor has templates for"
+NOT_TIMED = "several choices and none timed: Inductor took one by a rule (option deterministic)"
 NO_CONFIGS = "no configurations timed: each kernel has one, or an earlier run left its best one in the cache"
 TILE = ("BLOCK_M", "BLOCK_K", "BLOCK_N")  # the order in which Inductor writes `tile_shape`
 
@@ -140,17 +141,19 @@ def timing(before: Callable[..., Any], seen: SeenChoices, reached: Reached) -> C
     def bench(self: Any, launcher: Any, *args: Any, **kwargs: Any) -> Any:
         ms = before(self, launcher, *args, **kwargs)
         name = str((getattr(self, "inductor_meta", None) or {}).get("kernel_name", ""))
-        if reached.graph and name and isinstance(ms, (int, float)) and math.isfinite(ms):
-            tile = config_text(launcher)
-            seen.configs.append(
-                AutotuneRecord(
-                    reached.graph, name, {tile: float(ms)},
-                    registers=counted(tile, launcher, "n_regs"), spills=counted(tile, launcher, "n_spills"),
-                )
-            )  # fmt: skip
+        if reached.graph and name and isinstance(ms, (int, float)):
+            seen.configs.append(config_record(reached.graph, name, launcher, float(ms)))
         return ms
 
     return bench
+
+
+def config_record(graph: str, name: str, launcher: Any, ms: float) -> AutotuneRecord:
+    if not math.isfinite(ms):  # it spills more registers than Inductor allows, or does not run
+        return AutotuneRecord(graph, name, {}, failed=1)
+    tile = config_text(launcher)
+    registers, spills = (counted(tile, launcher, fact) for fact in ("n_regs", "n_spills"))
+    return AutotuneRecord(graph, name, {tile: ms}, registers=registers, spills=spills)
 
 
 def counted(tile: str, launcher: Any, name: str) -> dict[str, int]:
@@ -172,15 +175,18 @@ def configs_of(seen: SeenChoices, kernels: Sequence[KernelRecord]) -> tuple[Auto
     found: dict[tuple[str, str], AutotuneRecord] = {}
     for one in seen.configs:
         if (key := (one.graph, one.name)) in known:
-            had = found.get(key, replace(one, ms={}, registers={}, spills={}))
+            had = found.get(key, AutotuneRecord(*key, {}))
             found[key] = replace(
-                had, ms={**had.ms, **one.ms}, registers={**had.registers, **one.registers},
+                had,
+                ms={**had.ms, **one.ms},
+                registers={**had.registers, **one.registers},
                 spills={**had.spills, **one.spills},
-            )  # fmt: skip
+                failed=had.failed + one.failed,
+            )
     return tuple(
         replace(one, ms=dict(sorted(one.ms.items(), key=lambda item: item[1])))
         for one in found.values()
-        if len(one.ms) > 1
+        if len(one.ms) + one.failed > 1
     )
 
 
@@ -195,5 +201,6 @@ def why_no_choices(seen: SeenChoices, configs: Sequence[AutotuneRecord], device:
     if not any(seen.asked.values()):
         return NOT_ASKED if seen.calls else ""
     told = [] if seen.timed or seen.calls else [NO_CALLS]
+    told += [NOT_TIMED] if seen.calls and not seen.timed and not any(why for _, _, why in seen.calls) else []
     told += [NO_CONFIGS] if device.startswith("cuda") and not configs else []
     return "; ".join(told)

@@ -47,7 +47,6 @@ class SeenFunctional:
     graphs: list[StageGraph] = field(default_factory=list)
     whole: list[StageGraph] = field(default_factory=list)
     writes: list[InputWrite] = field(default_factory=list)
-    problem: str = ""
 
 
 @contextmanager
@@ -202,9 +201,7 @@ def functional_stage(
             fate = told.pop(0) if told else Fate("not in the last graph: it was not needed")
         mutations.append(Mutation(write.graph, write.written, write.by, write.line, fate.text, fate.copied))
     found = [one for graph in seen.graphs for one in decompositions_of(graph)]
-    return FunctionalStage(
-        seen.problem, tuple(seen.graphs), tuple(seen.whole), tuple(found), tuple(dict.fromkeys(mutations))
-    )
+    return FunctionalStage("", tuple(seen.graphs), tuple(seen.whole), tuple(found), tuple(dict.fromkeys(mutations)))
 
 
 def decompositions_of(graph: StageGraph) -> list[Decomposition]:

@@ -234,21 +234,33 @@ def more_of_it(
     dynamic: bool | None,
     values: bool,
 ) -> None:
-    """The graph with whole ops, and the first call again after everything in memory was forgotten."""
+    """The first call again after everything in memory was forgotten, times of its kernels, the graph with whole ops.
+    All are extras: the story has what came before them, and a note of what failed."""
     watch.kept_bytes = folder_bytes(watch.home)
     reset_compiler()
-    try:
-        graphs: list[RunnableGraph] = []
+    graphs: list[RunnableGraph] = []
+
+    def call_again() -> None:
         kept = nullcontext() if missing(RUNTIME) else watch_graphs(graphs)
         with tracing_rows() as again, watch_kernels(SeenKernels()), kept:  # its setting is part of the cache's keys
             started = time.perf_counter()
             torch.compile(function, **settings)(*copies(args, watch.notes))
             watch.seconds = (watch.seconds[0], time.perf_counter() - started)
             watch.again = again
-        watch.measured, watch.values = measure_graphs(graphs, again, values=values)
+
+    def time_kernels() -> None:
+        if watch.again is not None:
+            watch.measured, watch.values = measure_graphs(graphs, watch.again, values=values)
+
+    def trace_again() -> None:
         trace_whole(watch.functional, function, copies(args, watch.notes), dynamic)
-    except Exception as error:  # noqa: BLE001  the second time is an extra; the story has what came before it
-        watch.functional.problem = f"the run once more failed: {first_line(error)}"
+
+    parts = {"calling it once more": call_again, "timing kernels": time_kernels, "tracing whole ops": trace_again}
+    for what, part in parts.items():
+        try:
+            part()
+        except Exception as error:  # noqa: BLE001  whatever a program raises the second time
+            watch.notes.append(f"{what} failed: {first_line(error)}")
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:

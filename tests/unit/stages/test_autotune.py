@@ -13,6 +13,7 @@ from graft.stages.autotune import (
     NO_CALLS,
     NO_CONFIGS,
     NOT_ASKED,
+    NOT_TIMED,
     SeenChoices,
     config_text,
     configs_of,
@@ -108,6 +109,13 @@ def test_single_choices_are_told_where_autotuning_was_asked_for():
     assert why_no_choices(seen, (), "cpu") == "" and why_no_choices(seen, (), "cuda:0") == NO_CONFIGS
 
 
+def test_choices_that_are_not_timed_are_told():
+    seen = SeenChoices(asked={"0/0": True}, calls=[("0/0", "mm", "")])
+    assert why_no_choices(seen, (), "cpu") == NOT_TIMED
+    seen.timed.append(AutotuneRecord("0/0", "mm", {"mm": 1.0}))
+    assert why_no_choices(seen, (), "cpu") == ""
+
+
 def test_a_torch_without_the_names_is_told(monkeypatch):
     monkeypatch.setattr(autotune, "NEEDS", ("torch._inductor.select_algorithm:Gone",))
     assert "cannot be watched" in why_no_choices(SeenChoices(), (), "cpu")
@@ -130,7 +138,7 @@ def test_a_choice_that_does_not_run_has_no_time():
     record = record_of("0/0", "mm", {large: float("inf"), fits: 0.02, MM: 0.01})
     assert list(record.ms.items()) == [("mm", 0.01), ("triton_mm_0", 0.02)] and record.failed == 1
     lines = texts(Story("f", "inductor", "2.13", "cuda:0", kernels=KernelStage(choices=(record,))))
-    assert "0/0 autotuned mm, 2 choices, 1 more did not run:" in lines
+    assert "0/0 autotuned mm, 2 choices, 1 more cannot be used:" in lines
 
 
 def launcher(block: int, registers: int, spills: int) -> SimpleNamespace:
@@ -146,19 +154,21 @@ def test_configurations_of_kernels_are_told_with_registers_and_spills():
     reached.graph = "0/0"
     assert bench(kernel, launcher(256, 32, 0)) == 0.256
     bench(kernel, launcher(128, 64, 8))
+    assert timing(lambda *_: float("inf"), seen, reached)(kernel, launcher(512, 255, 64)) == float("inf")
     bench(SimpleNamespace(inductor_meta={"kernel_name": "a_trial"}), launcher(64, 64, 8))
     found = configs_of(seen, [KernelRecord("0/0", "triton_poi_0", "triton")])
     first, second = "XBLOCK 128, num_warps 4, num_stages 1", "XBLOCK 256, num_warps 4, num_stages 1"
     assert found == (
         AutotuneRecord(
             "0/0", "triton_poi_0", {first: 0.128, second: 0.256}, registers={second: 32, first: 64},
-            spills={second: 0, first: 8},
+            spills={second: 0, first: 8}, failed=1,
         ),
     )  # fmt: skip
     stage = KernelStage(kernels=(KernelRecord("0/0", "triton_poi_0", "triton", tile=first),), configs=found)
     lines = texts(Story("f", "inductor", "2.13", "cuda:0", kernels=stage))
     assert (
-        "0/0 autotuned triton_poi_0, 2 choices:" in lines and f"0.1280 ms {first} (64 registers, 8 spilled)" in lines
+        "0/0 autotuned triton_poi_0, 2 choices, 1 more cannot be used:" in lines
+        and f"0.1280 ms {first} (64 registers, 8 spilled)" in lines
     )
     assert f"0/0 triton triton_poi_0: 0 nodes, tile {first}" in lines
     assert configs_of(seen, []) == () and config_text(object()) == ""

@@ -277,6 +277,16 @@ def test_a_gpu_that_is_not_there_is_the_reason():
     assert "CUDA" in told or "NVIDIA DRIVER" in told, story.end
 
 
+def test_an_extra_that_fails_is_a_note_and_the_others_are_there(monkeypatch):
+    def fails(*_args, **_kwargs):
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(tell, "measure_graphs", fails)
+    story = tell_story(programs.longer, programs.longer_inputs()[:1])
+    assert story.notes == ("timing kernels failed: RuntimeError: no clock",) and story.end is None
+    assert story.functional.whole and story.caches.again and not story.kernels.kernels[0].us
+
+
 def test_a_pass_that_raises_ends_the_story_in_stage_3():
     def broken(graph):
         raise RuntimeError("this pass is broken")

@@ -30,8 +30,8 @@ def autotune_lines(one: AutotuneRecord) -> list[str]:
         if name in one.registers:
             facts.append(f"{one.registers[name]} registers, {one.spills.get(name, 0)} spilled")
         told.append(f"  {ms:.4f} ms {name}" + (f" ({', '.join(facts)})" if facts else ""))
-    failed = f", {one.failed} more did not run" if one.failed else ""
-    return [f"{one.graph} autotuned {one.name}, {len(told)} choices{failed}:", *cut(told, FEW)]
+    failed = f", {one.failed} more cannot be used" if one.failed else ""  # they need too much, or spill registers
+    return [f"{one.graph} autotuned {one.name}, {plural(len(told), 'choice')}{failed}:", *cut(told, FEW)]
 
 
 def total_lines(timed: Sequence[KernelRecord]) -> list[str]:
