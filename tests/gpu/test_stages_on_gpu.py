@@ -152,7 +152,9 @@ def test_max_autotune_tells_choices_tiles_and_configurations():
     template = next(one for one in told.kernels.kernels if "mm" in one.name and one.language == "triton")
     assert template.tile.startswith("BLOCK_M") and template.registers and template.us > 0, template
     configs = told.kernels.configs
-    assert configs and all(len(one.ms) > 1 and set(one.registers) == set(one.ms) for one in configs), told.kernels
+    assert configs and all(len(one.ms) + one.failed > 1 and set(one.registers) == set(one.ms) for one in configs), (
+        told.kernels
+    )
     lines = texts(told, 5)
     assert any(line.startswith("0/0 autotuned mm, ") for line in lines), lines
     assert any("registers, " in line and " ms XBLOCK" in line for line in lines), lines
@@ -179,7 +181,7 @@ def test_the_command_tells_the_story_in_a_process_of_its_own(tmp_path):
     """The forked process is the first to use the GPU; another one makes the call again with the artifacts."""
     (tmp_path / "program.py").write_text(PROGRAM)
     words = ["stages", "program.py:step", "--mode", "reduce-overhead", "-o", "run"]
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
         [sys.executable, "-m", "graft", *words], cwd=tmp_path, env=environment, capture_output=True, text=True,
         check=False,

@@ -28,7 +28,7 @@ NEEDS = (
 )
 WRAPPED = "inductor_entry_impl("  # the function of C++ that calls the kernels, where Python does not
 IN_CPP = re.compile(r'^extern "C"\s+void\s+(\w+)\([^;{]*\)\n\{\n.*?^\}', re.M | re.S)
-TEMPLATE_TILE = re.compile(r"^\s+(BLOCK_[MNK])\s*: tl\.constexpr = (\d+)", re.M)
+TEMPLATE_TILE = re.compile(r"^\s*(BLOCK_[MNK])\s*: tl\.constexpr = (\d+)", re.M)
 IN_WRAPPER = "C++ calls it: option cpp_wrapper"
 NOT_LAUNCHED = "not launched by the first call, whose kernels alone are timed"
 NO_GPU = "registers and spills: of Triton kernels on a GPU; this run was on {device}"
