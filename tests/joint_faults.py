@@ -84,6 +84,25 @@ JOINT_FAULTS = [
         'TRITON_FOLD = {"sum": "tl.sum", "mean": "tl.sum", "amax": "row_min", "amin": "row_min"}',
         "unit/workbench/test_row_kernels.py::test_triton_kernels_compute_their_pattern",
     ),
+    # ── what a story says of times and CUDA graphs ──────────────────────────────────────────────────────────────
+    fault(
+        "workbench/stages/times.py",
+        "return apart <= max(one.noise, two.noise)",
+        "return True",
+        "unit/workbench/test_stage_lab.py::test_a_change_that_is_less_than_noise_is_told_as_that",
+    ),
+    fault(  # 15 matmuls as 15 times the first
+        "stages/kernel_times.py",
+        "us = sum(times * one.us for times, one in shapes) / count",
+        "us = first.us",
+        "unit/stages/test_launches.py::test_launches_with_other_shapes_have_times_of_their_own",
+    ),
+    fault(  # a graph that may be recorded is not one that was
+        "stages/cudagraphs.py",
+        "return one if one.graph in seen.captured else",
+        "return one if seen.captured else",
+        "unit/stages/test_cudagraphs.py::test_a_graph_that_is_recorded_is_told_as_that_and_no_other",
+    ),
     # ── a story in a process of its own ─────────────────────────────────────────────────────────────────────────
     fault(  # a story that is kept on the way is no whole one
         "workbench/stages/apart.py",
