@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--budget", default="10m")
     parser.add_argument("-o", "--output", type=Path, help="keeps the package and the model here")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="writes that document as well")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="graft-autofuse-") as temporary:
         folder = given.output or Path(temporary)
@@ -99,6 +100,8 @@ def main() -> None:
         **facts(resolve_device(given.device)), "seconds": spent, "first_kept_seconds": first[0] if first else None,
         "own_cpu_seconds": time.process_time() - processor, "ledger": ledger.to_dict(), "rows": rows,
     }  # fmt: skip
+    if given.save:
+        given.save.write_text(json.dumps(document, indent=1) + "\n")
     if given.json:
         print(json.dumps(document))
         return

@@ -15,15 +15,18 @@ from graft.workbench.autofuse.memory import GuardedMemory
 
 SLACK = 8  # times the dtype's tolerance for one sum as long as the row: kernels chain a few
 ROUNDINGS = 8  # of 16 bits, by which what the kernel replaces may be off
+CPU = torch.device("cpu")
 Reference = Callable[..., Any]
 Run = Callable[[tuple[Tensor, ...]], Any]
 
 
 @dataclass
 class ComparedCalls:
-    """Calls of one kernel. shown: the results that other inputs change, so that comparing them says something."""
+    """Calls of one kernel. device: where it runs; the reference runs where the inputs of a case are. shown: the
+    results that other inputs change, so that comparing them says something."""
 
     reference: Reference
+    device: torch.device = CPU
     calls: int = 0
     count: int = 0  # of results
     shown: set[int] = field(default_factory=set)
@@ -31,7 +34,7 @@ class ComparedCalls:
     def problem(self, run: Run, case: KernelCase) -> str:
         """What is wrong with one call, '' for nothing. The first of them is made twice."""
         memory = GuardedMemory()
-        given = tuple(map(memory.placed, case.tensors)) if not case.far else case.tensors
+        given = case.tensors if case.far else tuple(memory.placed(one, self.device) for one in case.tensors)
         with memory:
             got = [one.clone() for one in results(run(given))]
             again = results(run(given)) if not self.calls else got
@@ -100,7 +103,7 @@ def one_wrong(mine: Tensor, plain: Tensor, exact: Tensor, allowed: float, *, odd
 
 def changed(given: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> str:
     for index, (after, tensor) in enumerate(zip(given, before, strict=True)):
-        if not torch.equal(after.nan_to_num(), tensor.nan_to_num()):
+        if not torch.equal(after.cpu().nan_to_num(), tensor.cpu().nan_to_num()):
             return f"it writes into its input {index}"
     return ""
 
@@ -131,7 +134,8 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def results(value: Any) -> list[Tensor]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    """To be compared, wherever they were made."""
+    return [one.cpu() for one in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def shake(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from graft.base.device_memory import free_memory
 from graft.ir.patterns.arguments import size_of
 
 BATCHES = ((1, 13), (3, 5), (1, 1))  # sequences and tokens: one decode step, a prompt, several of them
@@ -244,22 +245,28 @@ def broadcast_cases(shapes: Mapping[str, str]) -> Iterator[KernelCase]:
         yield KernelCase(name, made_of(changed, known, 1.0, torch.float32))
 
 
-def unbacked(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory that is zero and takes none until it is written, however little the machine has."""
+def unbacked(count: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Memory that is zero; on a CPU it takes none until it is written, however little the machine has."""
+    if device.type != "cpu":
+        enough = count * dtype.itemsize < free_memory(device) / 2
+        return torch.zeros(count, dtype=dtype, device=device) if enough else None
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE} if sys.platform == "linux" else {}
     return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, **private), dtype=dtype)
 
 
-def far_case(shapes: Mapping[str, str], index: int) -> KernelCase | None:
+def far_case(shapes: Mapping[str, str], index: int, device: torch.device) -> KernelCase | None:
     """Sequences so far apart that an offset of 32 bits does not reach the last: memory that is asked for, and touched
     only where it is read. There is as much below them as such an offset goes astray, so that a kernel with one reads
     wrong numbers, and not what belongs to nobody."""
-    tensors = list(inputs(shapes, widths_of(shapes)[0] if open_width(shapes) else 0, 1.0, (4, 2), torch.bfloat16))
+    width = widths_of(shapes)[0] if open_width(shapes) else 0
+    tensors = [tensor.to(device) for tensor in inputs(shapes, width, 1.0, (4, 2), torch.bfloat16)]
     tensor = tensors[index]
     if tensor.dim() < 3 or tensor.shape[0] < 4:
         return None
     astray, reach = 2 * FAR, 3 * FAR + tensor[0].numel()  # 2 * FAR elements on becomes as many back
-    room = unbacked(astray + reach, tensor.dtype)
+    room = unbacked(astray + reach, tensor.dtype, device)
+    if room is None:
+        return None
     away = room.as_strided(tensor.shape, (FAR, *tensor.stride()[1:]), astray)
     tensors[index] = away.copy_(tensor)
     return KernelCase(f"sequences {FAR:,} elements apart", tuple(tensors), far=True)

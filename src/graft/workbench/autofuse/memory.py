@@ -37,12 +37,12 @@ class GuardedMemory(TorchFunctionMode):
         self.buffers.append((whole, count))
         return whole[MARGIN : MARGIN + count].view(*shape)
 
-    def placed(self, tensor: Tensor) -> Tensor:
-        """A copy with marks around it, and between its elements where its strides leave room."""
+    def placed(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy there with its strides, with marks around it, and between its elements where those leave room."""
         reach = (
             1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
         )
-        room = self.around((reach,), tensor.dtype, tensor.device)
+        room = self.around((reach,), tensor.dtype, device)
         copy = room.as_strided(tensor.shape, tensor.stride(), room.storage_offset())
         # an expanded dim has one element
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())

@@ -43,6 +43,7 @@ def environment(order: TrialOrder, search: Sequence[Path]) -> dict[str, str]:
     root = str(Path(graft.__file__).parent.parent)
     paths = [*map(str, search), root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
+    own |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # what else is installed has no say in the generated tests
     # Triton's kernels are run by its interpreter where there is no GPU
     return {**os.environ, **own, **({} if order.on_gpu else {"TRITON_INTERPRET": "1"})}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,21 +30,20 @@ def triton_kernel_problem(op: str, shapes: Mapping[str, str], device: str) -> tu
     round_to_nearest()
     spec = OPS[op]
     kernel = spec.by_name["triton"]
-    compared = ComparedCalls(spec.reference)
-    for case, must in triton_cases(shapes):
+    compared = ComparedCalls(spec.reference, torch.device(device))
+    for case, must in triton_cases(shapes, compared.device):
         refused = refusal(op, kernel, case)
         if refused and must:
             return f"its own table refuses it: {refused} ({case.name})", compared.calls
         if refused or not compared.applies(case):
             continue
-        moved = replace(case, tensors=tuple(tensor.to(device) for tensor in case.tensors))
-        problem = compared.problem(lambda given: kernel.run(*given), moved)
+        problem = compared.problem(lambda given: kernel.run(*given), case)
         if problem:
             return problem, compared.calls
     return compared.unseen() or empty_problem(op, kernel, shapes, device), compared.calls
 
 
-def triton_cases(shapes: Mapping[str, str]) -> Iterator[tuple[KernelCase, bool]]:
+def triton_cases(shapes: Mapping[str, str], device: torch.device) -> Iterator[tuple[KernelCase, bool]]:
     """And whether the kernel must take it."""
     for case in plain_cases(shapes, BATCHES):
         yield case, True
@@ -56,7 +54,7 @@ def triton_cases(shapes: Mapping[str, str]) -> Iterator[tuple[KernelCase, bool]]
     for case in broadcast_cases(shapes):
         yield case, False
     for index in range(len(shapes)):
-        case = far_case(shapes, index)
+        case = far_case(shapes, index, device)
         if case is not None:
             yield case, False
 
