@@ -46,6 +46,7 @@ from fork_parent import fork_workers, forks  # noqa: E402
 from graft.models.registry import families  # noqa: E402
 from interpreter import patch_once  # noqa: E402
 from marks import FULL, keep_some, thin_out  # noqa: E402
+from module_patches import patch_modules_directly  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
     transformers.utils.logging.disable_progress_bar()
     build_commands_once()
     measure_nothing()
+    patch_modules_directly()
     if not FULL:
         sweep_tiles()
         forget_open_sizes()

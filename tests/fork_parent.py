@@ -191,10 +191,11 @@ def collect(arguments: Sequence[str]) -> None:
     """Imports the test files, as the workers will."""
     import pytest
 
-    from precompiled import precompile_headers
+    from precompiled import link_with_gold, precompile_headers
     from warm_up import warm_up
 
     precompile_headers(Path(os.environ["GRAFT_NATIVE_CACHE_DIR"]))
+    link_with_gold(Path(os.environ["GRAFT_TEST_BUILDS"]))
 
     class NoItems:
         @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,7 @@
 """The standard headers of native kernels, read once in a run: half of what a compiler does with each of them.
 
-A user's start compiles two files, side by side, and would wait longer for the precompiled header than it saves.
+A user's start compiles two files, side by side, and would wait longer for the precompiled header than it saves. And
+what Inductor compiles is linked to all of torch, over which ld.gold takes 0.1 core-seconds, ld.bfd 0.4.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import hashlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from graft.backends.native.compiler import EXTRA, find_compiler, flags, headers, is_gcc, version
@@ -37,6 +40,17 @@ def precompile_headers(folder: Path) -> None:
         command = [*compiler, *options, "-w", "-x", "c++-header", str(header), "-o", str(partial)]
         subprocess.Popen(["sh", "-c", f"{shlex.join(command)} && mv {shlex.join([str(partial), str(made)])}"])
     os.environ[EXTRA] = f"{os.environ.get(EXTRA, '')} -include {shlex.quote(str(header))}".strip()
+
+
+def link_with_gold(folder: Path) -> None:
+    """Where it is installed, gcc finds it as `ld`."""
+    gold, linker = shutil.which("ld.gold"), folder / "gold" / "ld"
+    if gold is None or sys.platform != "linux":
+        return
+    linker.parent.mkdir(parents=True, exist_ok=True)
+    linker.unlink(missing_ok=True)
+    linker.symlink_to(gold)
+    os.environ["COMPILER_PATH"] = os.pathsep.join(filter(None, (str(linker.parent), os.environ.get("COMPILER_PATH"))))
 
 
 def standard_headers() -> str:

@@ -53,7 +53,6 @@ class Description:
         self.numbers: dict[int, int] = {}
         self.kept: list[Any] = []  # so that ids stay their own
         self.queue: deque[tuple[int, Any]] = deque()
-        self.versions: dict[str, str] = {}
 
     def lines(self, roots: Mapping[str, Any]) -> Iterator[str]:
         for name, root in roots.items():
@@ -119,7 +118,7 @@ class Description:
             return f"property[{self.member(function.fget)}, {self.member(function.fset)}]"
         if isinstance(function, types.FunctionType):
             origin = self.origin(function.__globals__.get("__name__", ""), function.__qualname__)
-            return f"{origin} {code_text(function.__code__, self.text)}"
+            return f"{origin} {own_code_text(function.__code__)}"
         return self.text(member) if type(member) in PLAIN else type(member).__qualname__
 
     def function_body(self, function: types.FunctionType) -> str:
@@ -127,7 +126,7 @@ class Description:
         cells = [cell_value(cell) for cell in function.__closure__ or ()]
         parts = [
             f"function {home}.{function.__qualname__}{self.origin(home, function.__qualname__)}",
-            code_text(function.__code__, self.text),
+            own_code_text(function.__code__),
             self.text([function.__defaults__, function.__kwdefaults__, cells]),
         ]
         if package_of(home) == FOLLOWED:
@@ -157,12 +156,23 @@ class Description:
         package = package_of(module)
         if package in sys.stdlib_module_names or package == OWN or package.startswith("namedtuple_"):
             return ""
-        if package not in self.versions:
-            try:
-                self.versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                raise Unknowable(f"{name} is code of {module or 'no module'}, which has no version") from None
-        return f"@{self.versions[package]}"
+        try:
+            return f"@{version_of(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            raise Unknowable(f"{name} is code of {module or 'no module'}, which has no version") from None
+
+
+@functools.cache
+def version_of(package: str) -> str:
+    """Of the code that this process has imported; reading it takes 2 ms."""
+    return importlib.metadata.version(package)
+
+
+@functools.lru_cache(maxsize=8192)
+def own_code_text(code: types.CodeType) -> str:
+    """Of a function's own code, which holds constants that are plain and code, so that no text depends on where it is
+    named first. torch.Tensor and the modules that every model is made of take half of a fingerprint's time."""
+    return code_text(code, Description(()).text)
 
 
 def is_code(thing: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.base.errors import VerificationError
-from graft.ir.nodes import placeholders, tensor_val, val, where
+from graft.ir.nodes import dim_text, placeholders, tensor_val, val, where
 
 INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
 
@@ -259,7 +259,7 @@ class AbstractCalls:
 
 def kind_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)}{list(value.stride())}{value.dtype}{value.device}"
+        return f"{[*map(dim_text, value.shape)]}{[*map(dim_text, value.stride())]}{value.dtype}{value.device}"
     if isinstance(value, (list, tuple)):
         return "(" + ",".join(kind_text(item) for item in value) + ")"
     return str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,9 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.base.errors import VerificationError
 from graft.ir.branches import is_control_flow
-from graft.ir.edit import AbstractCalls, attach_state, is_persistent
+from graft.ir.edit import AbstractCalls, attach_state
 from graft.ir.io.text import abstract_text
-from graft.ir.nodes import val, where
+from graft.ir.nodes import dim_text, val, where
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class GraphSnapshot:
         calls = {n.name: (n.target, n.args, n.kwargs) for n in gm.graph.nodes}
         state = module_state(gm)
         versions = {name: version(tensor) for name, tensor in state.items()}
-        transient = frozenset(name for name in state if not is_persistent(gm, name))
+        transient = frozenset(transient_buffers(gm))
         return GraphSnapshot(nodes, calls, gm.graph._codegen, state, transient, versions)
 
     def unchanged(self, node: Node) -> bool:
@@ -72,6 +73,12 @@ def module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return named | dict(module.named_buffers(remove_duplicate=False))
 
 
+def transient_buffers(module: torch.nn.Module) -> Iterator[str]:
+    """The names of buffers that are not in the state_dict: modules are a tenth of the names of a state."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        yield from (f"{path}.{leaf}" if path else leaf for leaf in part._non_persistent_buffers_set)
+
+
 def verify(gm: GraphModule, before: GraphSnapshot | None = None) -> None:
     """Raises VerificationError when `gm` is malformed or lost metadata. What it writes, `memory/verify.py` checks.
 
@@ -104,7 +111,7 @@ def check_value(node: Node, computed: Any) -> None:
 
 def kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return (tuple(str(s) for s in value.shape), value.dtype, value.device)
+        return (tuple(map(dim_text, value.shape)), value.dtype, value.device)
     if isinstance(value, (list, tuple)):
         return tuple(kind(item) for item in value)
     if isinstance(value, torch.SymInt):

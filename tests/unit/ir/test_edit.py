@@ -1,4 +1,4 @@
-"""Abstract values of new calls: sizes that are open stay open."""
+"""Abstract values of new calls (sizes that are open stay open), and graphs that are put back as they were."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from graft.base.errors import VerificationError
 from graft.ir.edit import Editor, attention_result
 from graft.ir.nodes import calls, placeholders, tensor_of
 from graft.ir.trace import export_graph
+from graft.ir.verify import GraphSnapshot, module_state
 
 aten = torch.ops.aten
 
@@ -83,3 +84,30 @@ def test_a_call_that_fixes_open_sizes_is_refused_by_name():
     gm, mul = graph()
     with pytest.raises(VerificationError, match=r"fixing.double.* fixes sizes that are open in the graph \(.* = 3"):
         Editor(gm, "test").call(torch.ops.fixing.double.default, (mul,), before=mul.next, like=mul)
+
+
+def test_a_snapshot_brings_dropped_buffers_back_as_they_were():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.ones(3))
+            self.register_buffer("passing", torch.ones(3) * 2, persistent=False)
+
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = Holder()
+            self.register_buffer("outside", torch.ones(3) * 3, persistent=False)
+
+        def forward(self, x):
+            return x * self.inside.kept + self.inside.passing + self.outside
+
+    gm = export_graph(Holding(), (torch.ones(3),))
+    before, state = module_state(gm), set(gm.state_dict())
+    snapshot = GraphSnapshot.take(gm)
+    for name in before:
+        owner, _, leaf = name.rpartition(".")
+        delattr(gm.get_submodule(owner), leaf)
+    snapshot.restore(gm)
+    assert len(before) == 3 and len(state) == 1 and set(gm.state_dict()) == state
+    assert {name: id(tensor) for name, tensor in module_state(gm).items()} == {n: id(t) for n, t in before.items()}

@@ -11,6 +11,7 @@ from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.io.symbols import Symbol, check_readable, declare, evaluate, fresh_mode, symbols_of
 from graft.ir.io.text import graph_text
 from graft.ir.io.values import ValueReader, ValueWriter
+from graft.ir.nodes import tensor_val
 from graft.ir.trace import export_graph
 from graft.ir.verify import module_state, verify
 
@@ -103,6 +104,35 @@ class Sizes(nn.Module):
             rows.float() + 1,
             [y[:k], self.seen],
         )
+
+
+LAYOUTS = {
+    "rows": lambda x: x * 1,
+    "another dim first": lambda x: (x * 1).permute(1, 0, 2),  # its last stride is 1, too
+    "columns": lambda x: (x * 1).transpose(1, 2),
+    "a part": lambda x: (x * 1)[1:],
+    "fixed": lambda x: torch.ones(3, 4).t(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_open_sizes_come_back(name):
+    dims = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+
+    class Laid(nn.Module):
+        def forward(self, x):
+            return LAYOUTS[name](x) + 0, LAYOUTS[name](x)
+
+    gm = export_graph(Laid(), (torch.randn(5, 7, 8),), dynamic_shapes=dims)
+    back = graph_from_json(graph_to_json(gm, exact=True), module_state(gm))
+    pairs = zip(gm.graph.nodes, back.graph.nodes, strict=True)
+    tensors = [(tensor_val(one), tensor_val(other)) for one, other in pairs if tensor_val(one) is not None]
+    assert tensors and all(facts(one) == facts(other) for one, other in tensors)
+
+
+def facts(tensor):
+    sizes = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
+    return str(sizes), tensor.dtype, tensor.device
 
 
 def test_a_graph_with_sizes_of_all_kinds_is_kept_exactly():

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import sympy
@@ -15,9 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.base.errors import DumpError
-from graft.ir.nodes import leaves
-
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from graft.ir.nodes import SYMBOLIC, leaves
 
 
 @dataclass(frozen=True)
@@ -171,6 +169,7 @@ def walk(tree: ast.AST, names: Mapping[str, Any]) -> Any:
     raise KeyError(ast.unparse(tree))
 
 
+@lru_cache(maxsize=4096)
 def check_readable(text: str) -> None:
     """Raises DumpError for an expression that `evaluate` would not understand."""
     tree = ast.parse(text, mode="eval").body

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graft.ir.branches import graphs_of
-from graft.ir.nodes import OpOverload, module_path, source_line, val
+from graft.ir.nodes import OpOverload, dim_text, module_path, source_line, val
 
 SHORT_DTYPES = {
     torch.float64: "f64",
@@ -87,7 +87,7 @@ def type_text(node: Node) -> str:
 
 def abstract_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        sizes = ", ".join(str(size) for size in value.shape)
+        sizes = ", ".join(map(dim_text, value.shape))
         device = "" if value.device.type == "cpu" else f"@{value.device}"
         return f"{SHORT_DTYPES.get(value.dtype, str(value.dtype))}[{sizes}]{device}"
     if isinstance(value, (list, tuple)):

@@ -11,7 +11,8 @@ from torch.fx import Graph
 
 from graft.base.errors import DumpError
 from graft.ir.io.literals import decode_literal, encode_literal
-from graft.ir.io.symbols import SYMBOLIC, Symbol, check_readable, declare, evaluate, fresh_mode, is_dense, symbols_of
+from graft.ir.io.symbols import Symbol, check_readable, declare, evaluate, fresh_mode, is_dense, symbols_of
+from graft.ir.nodes import SYMBOLIC, dim_text
 
 
 def encode_symbols(graph: Graph) -> list[dict[str, Any]]:
@@ -34,7 +35,7 @@ class ValueWriter:
         if isinstance(value, torch.Tensor):
             return {"tensor": self.tensor(value)}
         if isinstance(value, SYMBOLIC):
-            return {"size": size_text(value)}
+            return {"size": stored_size(value)}
         if isinstance(value, tuple):
             return {"tuple": [self.encode(item) for item in value]}
         if isinstance(value, list):
@@ -47,12 +48,12 @@ class ValueWriter:
         storage = value.untyped_storage()
         number = self.storages.setdefault(storage._cdata, len(self.storages))
         entry = {
-            "shape": [size_text(size) for size in value.shape],
-            "stride": [size_text(stride) for stride in value.stride()],
-            "offset": size_text(value.storage_offset()),
+            "shape": [stored_size(size) for size in value.shape],
+            "stride": [stored_size(stride) for stride in value.stride()],
+            "offset": stored_size(value.storage_offset()),
             "dtype": str(value.dtype).removeprefix("torch."),
             "device": str(value.device),
-            "bytes": size_text(storage.nbytes()),
+            "bytes": stored_size(storage.nbytes()),
         }
         self.contents += [[] for _ in range(number + 1 - len(self.contents))]
         self.contents[number].append(str(entry))
@@ -71,11 +72,11 @@ class ValueWriter:
         ]
 
 
-def size_text(size: Any) -> Any:
+def stored_size(size: Any) -> Any:
     """An int, or the text of a symbolic one."""
     if not isinstance(size, SYMBOLIC):
         return size
-    text = str(size)
+    text = dim_text(size)
     check_readable(text)
     return text
 
@@ -130,8 +131,8 @@ class ValueReader:
         shape, stride = [self.size(s) for s in entry["shape"]], [self.size(s) for s in entry["stride"]]
         base = self.bases.get(entry["storage"])
         if base is None and entry["offset"] == 0:
-            whole = torch.empty_strided(shape, stride, **kind)
-            if str(whole.untyped_storage().nbytes()) == str(entry["bytes"]):
+            whole = whole_storage(entry, shape, stride, kind)
+            if whole is not None:
                 self.bases[entry["storage"]] = whole
                 return whole
         if base is None:
@@ -143,3 +144,17 @@ class ValueReader:
     def state(self, tensor: torch.Tensor) -> torch.Tensor:
         """The abstract value of a parameter or buffer."""
         return self.mode.from_tensor(tensor, static_shapes=True)
+
+
+def whole_storage(entry: dict[str, Any], shape: list[Any], stride: list[Any], kind: dict[str, Any]) -> Any:
+    """A new tensor that covers its storage as the entry says, or None. Each attempt of symbolic sizes takes 1 ms:
+    with symbolic strides empty_strided says its bytes in other words than an op, and is not tried."""
+    if not any(isinstance(s, SYMBOLIC) for s in stride):
+        whole = torch.empty_strided(shape, stride, **kind)
+    elif entry["stride"][-1] != 1:
+        return None
+    else:
+        whole = torch.empty(shape, **kind)
+        if [stored_size(s) for s in whole.stride()] != entry["stride"]:
+            return None
+    return whole if stored_size(whole.untyped_storage().nbytes()) == entry["bytes"] else None
