@@ -85,11 +85,14 @@ def test_a_dropped_llm_ends_its_thread_and_frees_its_cache():
     busy.submit([5, 6], LONG)
     gate.came.acquire()
     threads = [llm.driver.seat.thread for llm in (idle, busy)]
-    caches = [[weakref.ref(t) for t in llm.engine.tensors] for llm in (idle, busy)]
+    freed = threading.Semaphore(0)
+    caches = [[weakref.ref(t, lambda _: freed.release()) for t in llm.engine.tensors] for llm in (idle, busy)]
     gc.disable()
     try:
         del idle
-        assert all(cache() is None for cache in caches[0]), "at once, and without the garbage collector"
+        for _ in caches[0]:  # the thread may still be behind its last step
+            assert freed.acquire(timeout=PATIENCE), "without the garbage collector"
+        assert all(cache() is None for cache in caches[0])
         del busy
         gate.open()
         for thread in threads:

@@ -19,7 +19,7 @@ from graft.workbench.scaffold.gemm_program import gemm_program
 from graft.workbench.scaffold.gemm_texts import CPP_TILES, TRITON_TILES
 from graft.workbench.scaffold.row_program import row_program
 from graft.workbench.scaffold.row_texts import CPP_ROWS, TRITON_ROWS
-from marks import FULL, firsts, left_out, short
+from marks import FULL, left_out, short
 from row_cases import ADD_NORM, GATED, GEMM_NORMED, GEMMS, PATTERNS, RANGED, WIDE, RowPattern, fresh, loaded, write
 
 
@@ -73,8 +73,8 @@ def test_a_reduction_of_one_number_is_that_number(tmp_path):
         assert triton_kernel_problem(pattern.name, pattern.shapes, "cpu")[0] == ""
 
 
-# a reduction in C++; parts of rows are in the same program as Triton has it, above
-@pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 1), ids=lambda p: p.name)
+@pytest.mark.exhaustive  # reductions in C++: test_argument_names.py; parts of rows: Triton has the same program
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 def test_native_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)
     write(pattern, tmp_path / "row-kernels")
