@@ -144,7 +144,7 @@ def plain_cases(
         for batch in batches if width in (0, known[1]) else batches[:1]:
             for scale in SCALES if batch == (1, 13) else SCALES[:1]:
                 name = f"{batch[0]} × {batch[1]} rows{f' of {width}' if width else ''}, inputs around {scale:g}"
-                yield KernelCase(name, inputs(shapes, width, scale, batch))
+                yield KernelCase(name, inputs(shapes, width, scale, batch), extreme=scale != 1.0)
     with_tail = widths[min(1, len(widths) - 1)]
     yield from extreme_cases(shapes, with_tail)
     yield from odd_cases(shapes, with_tail)
