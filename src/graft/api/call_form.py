@@ -67,7 +67,7 @@ def values_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ..
     return (*args, *kwargs.values())
 
 
-class Given(NamedTuple):
+class GivenCall(NamedTuple):
     """The arguments of a call, in the form that the graph takes."""
 
     args: tuple[Any, ...]
@@ -193,10 +193,10 @@ class CallForm:
             return tuple(fitted[: len(args)]), dict(zip(kwargs, fitted[len(args) :], strict=True))
         return args, kwargs
 
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GivenCall:
         """The call in this form; raises UsageError for others."""
         args, kwargs = self.apply(args, kwargs)
-        return Given(args, kwargs, flat(args, kwargs), self.key_orders(args, kwargs))
+        return GivenCall(args, kwargs, flat(args, kwargs), self.key_orders(args, kwargs))
 
     def examples(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: Sequence[Leaf]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graft.api.call_form import MOST_KINDS, CallForm, Given, calls_of, kind, order_text
+from graft.api.call_form import MOST_KINDS, CallForm, GivenCall, calls_of, kind, order_text
 from graft.api.func_transforms import refuse_func_transforms, transforms_around
 from graft.api.functionalization import joined_record
 from graft.api.gradients import detached_views, late_note, refuse_inputs, requiring, run_honoured, untrained
@@ -193,7 +193,7 @@ class CompiledModule(torch.nn.Module):
             result = detached_views(result)
         return hand_back(result, caches, variant.returned) if caches else result
 
-    def refuse_inputs(self, given: Given) -> None:
+    def refuse_inputs(self, given: GivenCall) -> None:
         """Raises for what no graph is for, whatever sizes it has."""
         if self.form.compares:
             refuse_one_tensor_twice(self.ordered(self.variants[0], given), self.variants[0].names, self.form.compares)
@@ -201,7 +201,7 @@ class CompiledModule(torch.nn.Module):
             named = self.ordered(self.variants[0], given)
             refuse_func_transforms(named, self.variants[0].names, self.settings.grad)
 
-    def traced(self, given: Given) -> Any:
+    def traced(self, given: GivenCall) -> Any:
         """The graph for inputs of these sizes, for torch.export; its guards become those of the trace."""
         if self.cache_count:
             raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
@@ -235,7 +235,7 @@ class CompiledModule(torch.nn.Module):
         examples = self._caches or [None] * len(caches)
         return [layer for cache, known in zip(caches, examples, strict=True) for layer in allocate(cache, known)]
 
-    def choose(self, given: Given) -> Variant:
+    def choose(self, given: GivenCall) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
         kinds = (self.modes(), given.orders, *map(kind, given.values))
         if any(variant.signature.asks_offset for variant in self.variants):
@@ -247,7 +247,7 @@ class CompiledModule(torch.nn.Module):
             known = self._known[kinds] = self.find(given)
         return known
 
-    def find(self, given: Given) -> Variant:
+    def find(self, given: GivenCall) -> Variant:
         found = self.fitting(given)
         if isinstance(found, GuardFailed):
             return self.capture(given, found)
@@ -255,7 +255,7 @@ class CompiledModule(torch.nn.Module):
             raise found
         return found
 
-    def fitting(self, given: Given) -> Variant | UsageError:
+    def fitting(self, given: GivenCall) -> Variant | UsageError:
         """The variant that was captured for such inputs, or what is against the first one."""
         count, orders = len(given.values), given.orders
         problems: list[UsageError] = []
@@ -278,7 +278,7 @@ class CompiledModule(torch.nn.Module):
                 others.append(GuardFailed(mode_text(paths, modes, variant.modes or ())))
         return (problems or others)[0]
 
-    def ordered(self, variant: Variant, given: Given) -> list[Any]:
+    def ordered(self, variant: Variant, given: GivenCall) -> list[Any]:
         """The inputs in the order that the variant has them in."""
         if variant.orders == given.orders:
             return given.values
@@ -299,7 +299,7 @@ class CompiledModule(torch.nn.Module):
         self.training = mode
         return self
 
-    def capture(self, given: Given, why: GuardFailed) -> Variant:
+    def capture(self, given: GivenCall, why: GuardFailed) -> Variant:
         if self._source is None:
             raise UsageError(
                 f"{why}; a loaded module or an exported program cannot be captured again. Call it so"

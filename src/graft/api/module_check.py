@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from graft.api.watched import HOOKS, Entry, Watched, is_simple, watched
+from graft.api.watched import HOOKS, CodeReads, Entry, is_simple, watched
 from graft.base.errors import ChangedModule, ReplacedBuffer
 from graft.ir.snapshot import MISSING
 from graft.ir.storage import storage_id
@@ -27,7 +27,7 @@ class ModuleCheck:
 
     def __init__(self, module: torch.nn.Module, what: Literal["all", "state"] = "all") -> None:
         parts, own = list(module.named_modules()), what != "state"
-        read = watched(module) if own else Watched()
+        read = watched(module) if own else CodeReads()
         self.known = [*(entry for path, part in parts for entry in entries(path, part, what)), *read.entries]
         self.known += forwards(parts) if own else ()
         self.contents = read.contents

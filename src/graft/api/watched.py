@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graft.capture.function import FunctionModule
-from graft.ir.program.own_code import Place, functions, global_names, methods, methods_of, places
+from graft.ir.program.own_code import VariablePlace, functions, global_names, methods, methods_of, places, reached
 from graft.ir.snapshot import MISSING, MODULE_TABLES, NUMBERS, is_plain_object
 
 Entry = tuple[Any, str, Any, str, str]  # table, key, what it holds, the path, and what that is
@@ -45,7 +45,7 @@ class CellTable:
 
 
 @dataclass
-class Watched:
+class CodeReads:
     entries: list[Entry] = field(default_factory=list)  # each is that object
     contents: list[Entry] = field(default_factory=list)  # each equals what it was
     seen: set[int] = field(default_factory=set)
@@ -70,9 +70,9 @@ class Watched:
                 self.add(vars(value), name, item, f"{path}.{name}", "attribute", names)
 
 
-def watched(module: torch.nn.Module) -> Watched:
+def watched(module: torch.nn.Module) -> CodeReads:
     own = names_read([*methods(module), *hooks_of(module)])
-    found = Watched(configured={name for function in functions(module) for name in global_names(function)})
+    found = CodeReads(configured={name for function in functions(module) for name in global_names(function)})
     classes = {base for part in module.modules() for base in type(part).__mro__ if base is not torch.nn.Module}
     for path, part in module.named_modules():
         dot, known = f"{path}." if path else "", own
@@ -108,7 +108,7 @@ def answers(module: torch.nn.Module) -> list[str]:
     ]
 
 
-def add_place(found: Watched, place: Place, names: set[str]) -> None:
+def add_place(found: CodeReads, place: VariablePlace, names: set[str]) -> None:
     """A variable outside of the functions that read it. A tensor is the one that the graph holds."""
     value, name = place.value, place.name
     if name not in names or name.startswith("__"):
@@ -136,23 +136,7 @@ def hooks_of(module: torch.nn.Module) -> Iterable[tuple[str, types.FunctionType]
 
 def names_read(found: Iterable[tuple[str, types.FunctionType]]) -> set[str]:
     """All that code names to which `forward` leads, by names."""
-    by_name: dict[str, list[types.FunctionType]] = {}
-    for name, function in found:
-        by_name.setdefault(name, []).append(function)
-    names, waiting, seen = set(), list(by_name.get("forward", ())), set()
-    while waiting:
-        function = waiting.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        for name in global_names(function) - names:
-            waiting += by_name.get(name, ())
-        for name in global_names(function):
-            outside = function.__globals__.get(name)
-            if isinstance(outside, types.FunctionType) and outside.__module__ == function.__module__:
-                waiting.append(outside)
-        names |= global_names(function) | set(function.__code__.co_freevars)
-    return names
+    return {name for function in reached(found) for name in (*global_names(function), *function.__code__.co_freevars)}
 
 
 @cache

@@ -203,8 +203,16 @@ def test_one_tensor_twice_is_taken_where_nothing_is_compared():
     def program(x, y, mode=None):
         return x * y if mode is None else x
 
+    class Elsewhere(nn.Module):
+        def same(self, x, y):
+            return x is y
+
+        def forward(self, x, y):
+            return program(x, y)
+
     x = torch.full((3,), 2.0)
-    assert torch.equal(graft.compile(program, (x, x))(x, x), x * x)
+    for one in (program, Elsewhere()):  # `same` is not called
+        assert torch.equal(graft.compile(one, (x, x))(x, x), x * x)
 
 
 def test_layouts_that_nobody_asks_for_need_no_variant():

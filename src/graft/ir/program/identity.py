@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graft.base.errors import UsageError
-from graft.ir.program.own_code import functions
+from graft.ir.program.own_code import methods, reached
 
 HELD = ("LOAD_FAST", "LOAD_DEREF", "BINARY_SUBSCR")  # what a tensor may come from; `is None` compares a constant
 
@@ -22,7 +22,9 @@ HELD = ("LOAD_FAST", "LOAD_DEREF", "BINARY_SUBSCR")  # what a tensor may come fr
 def line_that_compares(module: torch.nn.Module) -> str:
     """The first line of the program's own code that compares two objects by `is`; empty where none does."""
     lines = (
-        f"{Path(f.__code__.co_filename).name}:{line}" for f in functions(module) for line in compared(f.__code__)
+        f"{Path(f.__code__.co_filename).name}:{line}"
+        for f in reached(methods(module))
+        for line in compared(f.__code__)
     )
     return next(lines, "")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ def global_names(function: types.FunctionType) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class VariablePlace:
     """Where a variable is: a name in a table, or the cell of an enclosing function."""
 
     name: str
@@ -54,8 +54,8 @@ def variables(module: torch.nn.Module) -> list[Variable]:
     return [Variable(place.value, place.put) for place in places(module)]
 
 
-def places(module: torch.nn.Module) -> list[Place]:
-    found: dict[tuple[int, str], Place] = {}
+def places(module: torch.nn.Module) -> list[VariablePlace]:
+    found: dict[tuple[int, str], VariablePlace] = {}
     waiting, seen = list(functions(module)), set()
     while waiting:
         function = waiting.pop()
@@ -70,18 +70,38 @@ def places(module: torch.nn.Module) -> list[Place]:
     return list(found.values())
 
 
-def looked_up(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Place]]:
+def looked_up(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], VariablePlace]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != types.CellType():  # filled
-            yield (id(cell), ""), Place(name, cell.cell_contents, {}, cell)
+            yield (id(cell), ""), VariablePlace(name, cell.cell_contents, {}, cell)
     table = function.__globals__
     for name in global_names(function) & table.keys():
-        yield (id(table), name), Place(name, table[name], table)
+        yield (id(table), name), VariablePlace(name, table[name], table)
 
 
 def functions(module: torch.nn.Module) -> Iterator[types.FunctionType]:
     for _, function in methods(module):
         yield function
+
+
+def reached(found: Iterable[tuple[str, types.FunctionType]]) -> list[types.FunctionType]:
+    """Those to which `forward` leads: functions of one name count as one, and so do those of the same file."""
+    by_name: dict[str, list[types.FunctionType]] = {}
+    for name, function in found:
+        by_name.setdefault(name, []).append(function)
+    waiting: list[types.FunctionType] = list(by_name.get("forward", ()))
+    seen: dict[types.FunctionType, None] = {}
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen[current] = None
+        for name in global_names(current):
+            waiting += by_name.get(name, ())
+            outside = current.__globals__.get(name)
+            if isinstance(outside, types.FunctionType) and outside.__module__ == current.__module__:
+                waiting.append(outside)
+    return list(seen)
 
 
 def methods(module: torch.nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
