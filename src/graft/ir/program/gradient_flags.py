@@ -48,7 +48,7 @@ class GradientFlags(TorchFunctionMode):
             frame = program_frame()
             if frame is not None:
                 self.lines[line_of(frame)] = None
-        if func in ASKS and not torch.is_grad_enabled() and (frame := program_frame()) is not None:
+        if func in ASKS and (frame := program_frame()) is not None and not torch.is_grad_enabled():
             self.asked[f"{ASKS[func]} ({line_of(frame)})"] = None
         return func(*args, **(kwargs or {}))
 
