@@ -7,7 +7,7 @@ from functools import cache
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TileSizes:
     """Of a tile, and how many units of words and steps of x are on their way: what fits into 227 KiB. The words of a
     warpgroup must have room for its results, so that `ahead` tiles of the weight have as many words as there are
     tokens."""
@@ -18,11 +18,11 @@ class Sizes:
     stages: int
 
 
-def sizes_for(tokens: int, kind: str) -> Sizes:
+def sizes_for(tokens: int, kind: str) -> TileSizes:
     """With 256 tokens a weight is widened half as often as with 128, which few tokens would leave idle."""
     if tokens <= 64:
-        return Sizes(256, 64, 4, 8)
-    return Sizes(128, 128, 4, 8) if tokens <= 128 else Sizes(128, 256, 4 if kind == "int8" else 8, 4)
+        return TileSizes(256, 64, 4, 8)
+    return TileSizes(128, 128, 4, 8) if tokens <= 128 else TileSizes(128, 256, 4 if kind == "int8" else 8, 4)
 
 
 @cache
