@@ -182,12 +182,6 @@ FAULTS = [
         "unit/passes/test_numeric_check.py::test_wrong_replacements_are_caught_and_taken_back",
     ),
     fault(
-        "passes/numeric/compare.py",
-        "& torch.isinf(nearest) & (nearest == after)",
-        "& torch.isinf(after)",
-        "unit/passes/test_numeric_bounds.py::test_an_infinity_is_right_where_the_exact_number_is_beyond_the_dtype_and_nowhere_else",
-    ),
-    fault(
         "passes/accounting.py",
         "if node.target is not target or changed is None:\n        return True",
         "if node.target is not target or changed is None:\n        return True\n    return False",

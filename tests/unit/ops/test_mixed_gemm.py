@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gpu_code import compiled
 from graft.ops import OPS
 from graft.ops.fused_linear import op
+from graft.ops.fused_linear import triton as kernels
 from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.mixed_sizes import shares, sizes_for
 from graft.ops.selection import problem_of
@@ -71,6 +72,21 @@ def test_rows_that_the_copy_engine_cannot_read_are_refused(hopper):
         assert (problem is not None and "16 bytes at a time" in problem) == bad
     nothing = SPEC.call(torch.zeros(1, 0, 512, dtype=torch.bfloat16), args.weight, None, args.scale)
     assert problem_of(KERNEL, nothing) == "there are no tokens"
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "taken"),
+    [
+        ({}, torch.bfloat16, True), ({"rows": 20}, torch.bfloat16, False), ({"rows": 64}, torch.bfloat16, False),
+        ({}, torch.float16, False), ({"n": 20}, torch.bfloat16, False), ({"k": 508}, torch.bfloat16, False),
+    ],
+)  # fmt: skip
+def test_measurements_of_a_default_have_it_where_graphs_would(monkeypatch, case, dtype, taken):
+    """fp16 would be read as bfloat16."""
+    monkeypatch.setattr(kernels, "gluon_missing", lambda device: None)
+    args = call(dtype, **case)
+    linear = kernels.LinearCall(args.x.flatten(0, -2), args.weight, scale=args.scale)
+    assert kernels.is_mixed(linear) == taken
 
 
 @given(st.integers(1, 5000), st.integers(1, 200), st.integers(1, 200))

@@ -86,7 +86,7 @@ INTEGERS = ("int8", "int4")
 # Tokens from which torch's GEMM is quicker, with the weights widened for it before (dequantize.py), once for all of
 # them. By its own times and 4.2 TB/s (8B, H200): of 4-bit weights qkv 41 us instead of 61 for 256 tokens, 35 and 38
 # for 128; of 8 bits gate-up 704 and 774 for 2,048, 396 and 387 for 1,024.
-WIDENED_FROM = {"int4": 129, "int8": 2049}
+WIDENED_FROM = {"int4": 129, "int8": 2048}
 # Tokens for which weights widened ahead of Hopper's tensor cores (mixed_gemm.py) are quicker than integers, and than
 # weights widened before. All four shapes of 8B on an H200, us, integers and mixed: int8 of 32, 48, 64, 96, 128 and
 # 256 tokens 92 and 114, 138 and 115, 100 and 115, 253 and 147, 144 and 145, 244 and 223; int4 of 32, 64 and 128

@@ -105,13 +105,20 @@ def run_as(call: LinearCall, how: How) -> Tensor:
         return launch_integer_gemm(call, how)
     if how is None and call.scale is None:
         return library(call)
-    if how is None and call.x.shape[0] in MIXED.get(call.kind, ()) and gluon_missing(call.x.device) is None:
+    if how is None and is_mixed(call):
         return launch_mixed_gemm(call)
     if how is None and call.x.shape[0] >= WIDENED_FROM.get(call.kind, call.x.shape[0] + 1):
         return library(call)
     if how is None and call.kind in INTEGERS:
         return launch_integer_gemm(call, default_integer_gemm(call))
     return launch_gemm(call, how or default_gemm(call))
+
+
+def is_mixed(call: LinearCall) -> bool:
+    """Whether a graph would have mixed_gemm for a call of this size, for which nothing was measured."""
+    (tokens, k), rows = call.x.shape, call.weight.shape[0]
+    fits = call.x.dtype is torch.bfloat16 and not k % 8 and not rows % 8
+    return fits and tokens in MIXED.get(call.kind, ()) and gluon_missing(call.x.device) is None
 
 
 MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each
